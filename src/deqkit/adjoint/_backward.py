@@ -1,0 +1,190 @@
+"""The backward pass of an equilibrium: one recorded evaluation of f and one linear solve."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqkit.adjoint._base import OnBackward
+from deqkit.adjoint._graph import Equation, Gate, Linearised, differentiable_args, transposed_product
+from deqkit.solve import AbstractSolver, Fallback, NonFiniteError, Solution, Status, Tolerance
+from deqkit.solve._fixed_point import NOT_FIXED, iterate
+from deqkit.solve._loop import LoopOptions
+from deqkit.solve._packing import Packing
+from deqkit.solve._solution import raise_if_failed
+
+# B samples, P groups of positions, N numbers in a group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearSolve:
+    """How y = J'y + v is solved."""
+
+    solver: AbstractSolver | Fallback
+    tol: Tolerance
+    max_steps: int
+    compact: bool = True
+    start: Callable[[Tensor], Tensor] | None = None
+    """Where the solve begins, given v; without it at v, the first term of the Neumann series."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        if self.solver.group != "sample":
+            raise ValueError('gradients flow back in time: a backward solver needs group="sample"')
+
+
+class BackwardPass:
+    """One equilibrium and the linear solve that its backward pass will run."""
+
+    def __init__(
+        self, method: LinearSolve, equation: Equation, solution: Solution | None, on_backward: OnBackward | None
+    ) -> None:
+        self.method, self.equation, self.solution, self.on_backward = method, equation, solution, on_backward
+
+    def attach(self, z_BPN: Tensor, stops: list[Tensor] | None = None) -> Tensor:
+        z_BPN = z_BPN.detach()
+        linearised = Linearised(self.equation, z_BPN)
+        if self.solution is not None:
+            _check_same_function(linearised, self.solution, self.equation)
+        touched = linearised.leaves(stops if stops is not None else differentiable_args(self.equation.args))
+        if not touched:
+            return z_BPN
+        return _Equilibrium.apply(self, linearised, z_BPN, linearised.value, *touched)  # pyright: ignore
+
+    def solve(self, v_BPN: Tensor, linearised: Linearised) -> Tensor:
+        """y = J'y + v, without a graph."""
+        if not bool(torch.isfinite(v_BPN).all()):
+            raise NonFiniteError(
+                "the gradient that reached the equilibrium is already inf or nan: it comes from the loss or a layer "
+                "after the DEQ, not from its solve",
+                self._empty(v_BPN),
+            )
+        method = self.method
+        options = LoopOptions(tol=method.tol, max_steps=method.max_steps, compact=method.compact)
+        with torch.no_grad():
+            solved = iterate(
+                lambda: TransposedProblem(self.equation, linearised, v_BPN),
+                v_BPN if method.start is None else method.start(v_BPN),
+                method.solver,
+                options,
+                Packing.of(v_BPN, causal=False),
+            )
+        y_BPN = solved.z
+        solved.z = self.equation.packing.unpack(y_BPN)
+        if self.solution is not None:
+            self.solution.backward = solved
+        raise_if_failed(solved, where="the backward solve (products with the Jacobian of f)", above=Status.STALLED)
+        if self.on_backward is not None:
+            self.on_backward(solved)
+        return y_BPN
+
+    def differentiate(
+        self, v_BPN: Tensor, z_BPN: Tensor, linearised: Linearised, touched: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of all that f touches, with a graph of their own for derivatives of higher order.
+
+        y is an equilibrium too, of y -> J(z*)'y + v, so this is the same rule once more.
+        """
+        gate = Gate(z_BPN)
+        value_BPN = self.equation.again()(gate.tensor)
+        _require_same_value(value_BPN, linearised.value, self.equation)
+
+        def adjoint_equation(y_BPN: Tensor) -> Tensor:
+            return transposed_product(value_BPN, gate.tensor, y_BPN, create_graph=True) + v_BPN
+
+        y_BPN = self.solve(v_BPN, linearised)
+        equation = Equation(adjoint_equation, Packing.of(y_BPN, causal=False), ())
+        outer = BackwardPass(dataclasses.replace(self.method, start=None), equation, None, self.on_backward)
+        y_BPN = outer.attach(y_BPN, stops=[gate.tensor, v_BPN])
+        return gate.partial_derivatives(value_BPN, touched, y_BPN)
+
+    def _empty(self, v_BPN: Tensor) -> Solution:
+        size = v_BPN.shape[0]
+        nan_B, zero_B = v_BPN.new_full((size,), float("nan")), torch.zeros(size, dtype=torch.int64)
+        bad_B = ~torch.isfinite(v_BPN).flatten(1).all(1)
+        return Solution(
+            z=self.equation.packing.unpack(v_BPN.detach()),
+            residual=nan_B,
+            residual_norm=nan_B,
+            codes=torch.where(bad_B, Status.NONFINITE.severity, Status.MAX_STEPS.severity),
+            num_steps=zero_B,
+            num_evals=zero_B,
+            amplification=nan_B,
+            seconds_in_f=0.0,
+            seconds_outside_f=0.0,
+        )
+
+
+class _Equilibrium(torch.autograd.Function):
+    """z*, whose gradient v is turned into y before it enters the graph of f.
+
+    In a plain backward pass y goes on through the one recorded evaluation of f. That graph treats z* as a constant,
+    so a differentiable backward pass evaluates f anew at the connected z* and sends gradients straight to the
+    tensors f touches.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, backward: BackwardPass, linearised: Linearised, z_BPN: Tensor, value_BPN: Tensor, *touched: Tensor
+    ) -> Tensor:
+        ctx.backward_pass, ctx.linearised = backward, linearised
+        ctx.set_materialize_grads(False)
+        output_BPN = z_BPN.view_as(z_BPN)
+        ctx.save_for_backward(output_BPN, *touched)
+        return output_BPN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        z_BPN, *touched = ctx.saved_tensors
+        if grads[0] is None:  # behind a closed gate
+            return None, None, None, None, *(None for _ in touched)
+        if not torch.is_grad_enabled():
+            y_BPN = ctx.backward_pass.solve(grads[0], ctx.linearised)
+            return None, None, None, y_BPN, *(None for _ in touched)
+        to_touched = ctx.backward_pass.differentiate(grads[0], z_BPN, ctx.linearised, touched)
+        return None, None, None, None, *to_touched
+
+
+class TransposedProblem:
+    """y = J'y + v for the loop: one evaluation is one vector-Jacobian product."""
+
+    def __init__(self, equation: Equation, linearised: Linearised, v_BPN: Tensor) -> None:
+        self._equation, self._linearised = equation, linearised
+        self._v_BPN = v_BPN.detach()
+        self.can_compact = bool(equation.args)
+
+    def evaluate(self, y_BPN: Tensor) -> Tensor:
+        return self._linearised.transposed(y_BPN) + self._v_BPN
+
+    def worth_compacting(self, num_left: int, num_now: int) -> bool:
+        return 2 * num_left <= num_now  # the rest is evaluated again, which costs about one product
+
+    def keep(self, index: Tensor) -> None:
+        self._equation = self._equation.again(index)
+        self._v_BPN = self._v_BPN.index_select(0, index)
+        kept = Linearised(self._equation, self._linearised.source.detach().index_select(0, index))
+        _require_same_value(kept.value, self._linearised.value.index_select(0, index), self._equation)
+        self._linearised = kept
+
+
+def _check_same_function(linearised: Linearised, solution: Solution, equation: Equation) -> None:
+    """f must give at z* what it gave in the solve; this catches what the check before the first step cannot."""
+    with torch.no_grad():
+        norm_B = torch.linalg.vector_norm(linearised.value - linearised.source, dim=(1, 2))
+        scale_B = torch.linalg.vector_norm(linearised.value, dim=(1, 2))
+        if bool(((norm_B - solution.residual_norm).abs() > equation.rounding * scale_B).any()):
+            raise ValueError(NOT_FIXED)
+
+
+def _require_same_value(new_BPN: Tensor, old_BPN: Tensor, equation: Equation) -> None:
+    with torch.no_grad():
+        if torch.linalg.vector_norm(new_BPN - old_BPN) > equation.rounding * torch.linalg.vector_norm(old_BPN):
+            raise RuntimeError(
+                "f changed between the forward and the backward pass, which evaluates it again: call backward before "
+                "the optimiser's step and before changes of mode, or use compact=False"
+            )

@@ -1,0 +1,194 @@
+"""What the adjoints need to know of autograd: one application of f with a graph, and what that graph leads to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deqkit.solve._packing import Packing, select, tensors_in
+
+# B samples, P groups of positions, N numbers in a group
+
+
+class WithParameters:
+    """f together with the parameters that its module has now.
+
+    The backward pass may evaluate f again when these are no longer in place (`torch.func.functional_call`).
+    """
+
+    def __init__(self, f: Callable[..., Any], module: nn.Module) -> None:
+        self._f = f
+        self._caller = _Caller(f, module)
+        self._tensors = {f"module.{name}": t for name, t in (*module.named_parameters(), *module.named_buffers())}
+
+    def __call__(self, *args: Any) -> Any:
+        return self._f(*args)
+
+    def again(self, *args: Any) -> Any:
+        return torch.func.functional_call(self._caller, self._tensors, args)
+
+
+class _Caller(nn.Module):
+    def __init__(self, f: Callable[..., Any], module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        object.__setattr__(self, "f", f)  # not a child: it may be the module itself
+
+    def forward(self, *args: Any) -> Any:
+        return self.f(*args)
+
+
+class Equation:
+    """z = f(z, *args) in packed form, evaluated under the autocast setting of the forward pass."""
+
+    def __init__(self, f: Callable[..., Any], packing: Packing, args: tuple[Any, ...]) -> None:
+        self.f, self.packing, self.args = f, packing, args
+        device = packing.device.type
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        self._autocast_dtype = torch.get_autocast_dtype(device) if autocast else None
+
+    def __call__(self, z_BPN: Tensor) -> Tensor:
+        if self._autocast_dtype is None:
+            return self._evaluate(z_BPN)
+        # Without a cache: it may hold weights that were cast under no_grad, and those pass no gradient on.
+        with torch.autocast(self.packing.device.type, dtype=self._autocast_dtype, cache_enabled=False):
+            return self._evaluate(z_BPN)
+
+    def _evaluate(self, z_BPN: Tensor) -> Tensor:
+        output = self.f(self.packing.unpack(z_BPN), *self.args)
+        self.packing.check_output(output, z_BPN.shape[0], autocast=self._autocast_dtype is not None)
+        return self.packing.pack(output)
+
+    @property
+    def rounding(self) -> float:
+        """How much two evaluations at one point may differ, relative to the value, and still be the same function."""
+        dtype = self.packing.dtype if self._autocast_dtype is None else self._autocast_dtype
+        return min(0.1, 30 * torch.finfo(dtype).eps ** 0.5)
+
+    def again(self, index: Tensor | None = None) -> Equation:
+        """The same equation for use after the forward pass; for some samples, cut off from what made its arguments."""
+        later = copy.copy(self)
+        later.f = getattr(self.f, "again", self.f)
+        if index is not None:
+            later.args = select(_detached(self.args), index)
+        return later
+
+
+class _Source(torch.autograd.Function):
+    """The point at which f is linearised. Gradients can be asked for here; they never go further."""
+
+    @staticmethod
+    def forward(ctx: Any, z_BPN: Tensor, anchor: Tensor) -> Tensor:
+        return z_BPN.view_as(z_BPN)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None
+
+
+class Gate:
+    """A tensor in whose graph we can stop: while closed, gradients that reach it go no further.
+
+    Second derivatives need the partial derivative of f at z*, z* held fixed, as an expression that still knows how z*
+    depends on everything else.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.is_open = True
+        self.tensor: Tensor = _Gate.apply(tensor, self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def partial_derivatives(self, value: Tensor, inputs: list[Tensor], weight: Tensor) -> tuple[Tensor | None, ...]:
+        self.is_open = False
+        try:
+            return torch.autograd.grad(value, inputs, weight, create_graph=True, allow_unused=True)
+        finally:
+            self.is_open = True
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gate: Gate) -> Tensor:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (grads[0] if ctx.gate.is_open else None), None
+
+
+class Linearised:
+    """f at one point, with the graph of that one evaluation."""
+
+    def __init__(self, equation: Equation, z_BPN: Tensor) -> None:
+        with torch.enable_grad():
+            anchor = torch.empty(0, device=z_BPN.device, requires_grad=True)
+            self.source: Tensor = _Source.apply(z_BPN.detach(), anchor)  # pyright: ignore[reportAssignmentType]
+            self.value = equation(self.source)
+        self._anchor = anchor
+
+    def transposed(self, y_BPN: Tensor) -> Tensor:
+        """J'y, one vector-Jacobian product."""
+        return transposed_product(self.value, self.source, y_BPN, create_graph=False)
+
+    def leaves(self, stops: list[Tensor]) -> list[Tensor]:
+        """The tensors that gradients of this evaluation flow to: `stops` where they are met, else autograd leaves."""
+        return [t for t in reachable(self.value, stops) if t is not self._anchor]
+
+
+def transposed_product(value_BPN: Tensor, at_BPN: Tensor, y_BPN: Tensor, *, create_graph: bool) -> Tensor:
+    if not value_BPN.requires_grad:
+        return torch.zeros_like(y_BPN)
+    (product,) = torch.autograd.grad(
+        value_BPN, at_BPN, y_BPN, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    return torch.zeros_like(y_BPN) if product is None else product
+
+
+def reachable(value: Tensor, stops: list[Tensor]) -> list[Tensor]:
+    """Walk the graph of `value` down to leaves, not beyond `stops`."""
+    if value.grad_fn is None:
+        return []
+    stop_at = {(t.grad_fn, t.output_nr): t for t in stops if t.grad_fn is not None}
+    found: dict[int, Tensor] = {}
+    seen = {value.grad_fn}
+    todo = [value.grad_fn]
+    while todo:
+        for node, output in todo.pop().next_functions:
+            if node is None:
+                continue
+            if (stopped := stop_at.get((node, output))) is not None:
+                found[id(stopped)] = stopped
+            elif hasattr(node, "variable"):
+                found[id(node.variable)] = node.variable  # pyright: ignore[reportAttributeAccessIssue]
+            elif node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return list(found.values())
+
+
+def differentiable_args(args: tuple[Any, ...]) -> list[Tensor]:
+    return [t for t in tensors_in(args) if t.requires_grad]
+
+
+def refuse_transforms(name: str) -> None:
+    """`torch.func` transforms cannot see through a solve whose length depends on the data."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{name} does not run inside torch.func transforms (vmap, jvp, grad, ...). Batches need no vmap: every "
+            "sample is solved on its own. For derivatives use torch.autograd (backward, grad, also of higher order)"
+        )
+
+
+def _detached(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if isinstance(tree, dict):
+        return {key: _detached(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(_detached(value) for value in tree)
+    return tree

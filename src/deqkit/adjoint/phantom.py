@@ -1,0 +1,49 @@
+"""Cheap gradients: a few tracked steps from the equilibrium instead of the inverse Jacobian."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deqkit.adjoint._base import AttachedAdjoint, OnBackward
+from deqkit.adjoint._graph import Equation
+from deqkit.solve import Solution
+from deqkit.solve._packing import Packing
+from deqkit.solve._solver import check_damping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Phantom(AttachedAdjoint):
+    """Backpropagate through `steps` steps z <- (1 - damping) z + damping f(z) that start at z* (Geng et al. 2021).
+
+    In effect the first terms of the Neumann series of (I - J)^-1: biased, but close when f contracts well. Keeps
+    `steps` evaluations of f in memory. The value returned is z* itself.
+    """
+
+    steps: int = 5
+    damping: float = 1.0
+    """Weight of f(z) in each step, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_damping("damping", self.damping)
+
+    def _attach(
+        self,
+        f: Callable[..., Any],
+        z: Any,
+        args: tuple[Any, ...],
+        packing: Packing,
+        solution: Solution | None,
+        on_backward: OnBackward | None,
+    ) -> Any:
+        equation = Equation(f, packing, args)
+        fixed_BPN = packing.pack(z).detach()
+        z_BPN = fixed_BPN
+        for _ in range(self.steps):
+            z_BPN = torch.lerp(z_BPN, equation(z_BPN), self.damping)
+        return packing.unpack(fixed_BPN + (z_BPN - z_BPN.detach()))

@@ -1,0 +1,77 @@
+"""The inverse Jacobian that the forward solve has already built, put to use in the backward solve."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from deqkit.adjoint._backward import BackwardPass, LinearSolve
+from deqkit.adjoint._base import AttachedAdjoint, OnBackward
+from deqkit.adjoint._graph import Equation
+from deqkit.solve import AbstractSolver, Anderson, Solution, Tolerance
+from deqkit.solve._packing import Packing
+from deqkit.solve.broyden import BroydenMemory
+
+# B samples, P groups of positions, N numbers in a group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReuseForward(AttachedAdjoint):
+    """SHINE (Ramzi et al. 2022): the forward `Broyden` inverse starts and preconditions the backward solve.
+
+    `refine` bounds the vector-Jacobian products that correct it; they stop as soon as the true residual of
+    `y = J'y + v` meets `tol`. With `refine=1` the inverse is used as it is and the one product only measures it. The
+    forward solver must be `Broyden`; its memory (up to 2 * memory states) is kept until the backward pass.
+    """
+
+    refine: int = 5
+    tol: Tolerance = dataclasses.field(default_factory=Tolerance)
+    needs_solver_state = True
+
+    def __post_init__(self) -> None:
+        if self.refine < 1:
+            raise ValueError(f"refine must be at least 1, got {self.refine}")
+
+    def _attach(
+        self,
+        f: Callable[..., Any],
+        z: Any,
+        args: tuple[Any, ...],
+        packing: Packing,
+        solution: Solution | None,
+        on_backward: OnBackward | None,
+    ) -> Any:
+        memory = None if solution is None else solution.solver_state
+        if not isinstance(memory, BroydenMemory):
+            raise ValueError(
+                "ReuseForward needs the memory of a forward Broyden solve: use DEQ(solver=Broyden(), "
+                "adjoint=ReuseForward()), or fixed_point(solver=Broyden(), keep_solver_state=True)"
+            )
+        method = LinearSolve(
+            solver=_Preconditioned(memory),
+            tol=self.tol,
+            max_steps=self.refine,
+            start=lambda v_BPN: memory.apply_transposed(v_BPN.squeeze(1)).unsqueeze(1),
+        )
+        backward = BackwardPass(method, Equation(f, packing, args), solution, on_backward)
+        return packing.unpack(backward.attach(packing.pack(z)))
+
+
+class _Preconditioned(AbstractSolver):
+    """Anderson on y + P (J'y + v - y), P the forward solve's estimate of (I - J)^-T."""
+
+    def __init__(self, memory: BroydenMemory) -> None:
+        self._memory = dataclasses.replace(memory, last=None)
+        self._inner = Anderson()
+
+    def init(self, z_BPN: Tensor, tol: Tolerance) -> tuple[BroydenMemory, Any]:
+        return self._memory, self._inner.init(z_BPN, tol)
+
+    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: tuple[BroydenMemory, Any]) -> tuple[Tensor, Any]:
+        memory, inner = state
+        better_BN = memory.apply_transposed((fz_BPN - z_BPN).squeeze(1))
+        proposed_BPN, inner = self._inner.step(z_BPN, z_BPN + better_BN.unsqueeze(1), inner)
+        return proposed_BPN, (memory, inner)

@@ -1,0 +1,162 @@
+"""The command line: `deqkit COMMAND [options]`, one thin module a command.
+
+A command is a frozen dataclass with a `run` method, named in `COMMANDS` and imported only when it is called, so that
+`deqkit --help` is quick. tyro turns its fields into options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from deqkit.cli._command import Command
+
+OK, FAILED, MISUSED = 0, 1, 2
+"""Exit statuses: done; could not be done; not understood."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    module: str
+    name: str
+    help: str
+
+
+COMMANDS: dict[tuple[str, ...], _Entry] = {
+    ("bench", "solvers"): _Entry(
+        module="deqkit.cli.bench",
+        name="BenchSolvers",
+        help="measure deqkit and torchdeq side by side: evaluations, products, accuracy, time, memory",
+    ),
+}
+
+
+class UsageError(ValueError):
+    """The command line was not understood."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The words after `deqkit`; those the process was started with if left out.
+
+    Returns:
+        The exit status: 0, 1 when the command failed, 2 when it was not understood.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return OK if words else MISUSED
+    debug = "--debug" in words  # known before the options are: a mistake in them may be what is looked for
+    try:
+        with _logging_to_stderr():
+            return _parse(words).run()
+    except UsageError as error:
+        if debug:
+            raise
+        return _complain(error, MISUSED)
+    except (ValueError, OSError) as error:  # what the library raises for a user's mistake; a bug keeps its traceback
+        if debug:
+            raise
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+
+
+def _parse(words: list[str]) -> Command:
+    path, options = _find_command(words)
+    entry = COMMANDS[path]
+    command_type: type[Command] = getattr(importlib.import_module(entry.module), entry.name)
+    prog = f"deqkit {' '.join(path)}"
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints):
+            command, unknown = tyro.cli(
+                command_type,
+                prog=prog,
+                description=entry.help,
+                args=options,
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as exit_:
+        if not exit_.code:  # --help
+            raise
+        raise UsageError(f"{_first_message(complaints.getvalue())} (see {prog} --help)") from None
+    except ValueError as error:  # a config that refuses its values
+        raise UsageError(f"{error} (see {prog} --help)") from error
+    if unknown:
+        raise UsageError(f"unknown option {' '.join(unknown)} (see {prog} --help)")
+    return command
+
+
+def _find_command(words: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    for length in range(len(words), 0, -1):
+        path = tuple(words[:length])
+        if path in COMMANDS:
+            return path, words[length:]
+    named = tuple(word for word in words[:2] if not word.startswith("-"))
+    group = [path for path in COMMANDS if path[:1] == named[:1]]
+    known = [" ".join(path) for path in (group or COMMANDS)]
+    if len(named) == 1 and group:
+        raise UsageError(f"{named[0]} needs a command: {', '.join(known)}")
+    close = difflib.get_close_matches(" ".join(named), known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(known)}"
+    raise UsageError(f"unknown command {' '.join(named)!r}; {hint}")
+
+
+def _overview() -> str:
+    width = max(len(" ".join(path)) for path in COMMANDS)
+    lines = [f"  {' '.join(path):{width}}  {entry.help}" for path, entry in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: deqkit COMMAND [options]",
+            "",
+            "Deep equilibrium models in PyTorch.",
+            "",
+            *lines,
+            "",
+            "deqkit COMMAND --help lists a command's options; --debug shows the traceback of an error.",
+        ]
+    )
+
+
+def _first_message(box: str) -> str:
+    """The first paragraph of tyro's error box, as one line."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    message: list[str] = []
+    for line in plain.splitlines():
+        text = line.strip("│╭╮╰╯─ ")
+        is_rule = line.strip().startswith(("╭", "╰")) or not text
+        if is_rule and message:
+            break
+        if not is_rule:
+            message.append(text)
+    return " ".join(message) or "the options were not understood"
+
+
+def _complain(error: Exception | str, status: int) -> int:
+    print(f"deqkit: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+@contextlib.contextmanager
+def _logging_to_stderr() -> Iterator[None]:
+    """Show the library's warnings as lines of the program, while a command runs."""
+    logger, handler = logging.getLogger("deqkit"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("deqkit: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

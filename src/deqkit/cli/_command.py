@@ -1,0 +1,23 @@
+"""What every command is."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(abc.ABC):
+    """A command of the command line: its options are the fields, its work is `run`."""
+
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    @abc.abstractmethod
+    def run(self) -> int:
+        """Do the work, print what came of it, and return the exit status.
+
+        Raises:
+            ValueError: The user's mistake, in one line.
+            OSError: A file could not be read or written.
+        """

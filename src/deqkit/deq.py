@@ -1,0 +1,137 @@
+"""The equilibrium of a cell as an `nn.Module`."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deqkit.adjoint import AbstractAdjoint, Implicit
+from deqkit.adjoint._graph import WithParameters, refuse_transforms
+from deqkit.solve import AbstractSolver, Anderson, Fallback, Solution, Status, Tolerance, fixed_point
+from deqkit.solve._solution import raise_if_failed
+
+
+class DEQ(nn.Module):
+    """`deq(x)` is the fixed point z* = cell(z*, x), differentiable in the cell's parameters and in x.
+
+    The cell may be any callable `cell(z, *args) -> z` that is one fixed function while a solve runs. Two methods of
+    the cell are used if it has them:
+
+    - `initial_state(*args)`: the start z0 (otherwise zeros like the first argument).
+    - `bind(*args) -> (f, args)`: called once per solve, with gradients, to do what does not depend on z: draw dropout
+      masks, normalise weights, project inputs. The solve then evaluates `f(z, *args)`; tensors in the new args are
+      batch first, tensors shared by all samples are closed over.
+
+    Samples that do not converge (MAX_STEPS, STALLED) do not raise; they are counted in `verdicts` and
+    `backward_verdicts`. A sample that becomes inf or nan raises `NonFiniteError`, forward or backward.
+    """
+
+    def __init__(
+        self,
+        cell: Any,
+        *,
+        solver: AbstractSolver | Fallback | None = None,
+        tol: Tolerance | None = None,
+        max_steps: int | None = None,
+        adjoint: AbstractAdjoint | None = None,
+        compact: bool = True,
+        check_every: int = 1,
+    ) -> None:
+        """
+        Args:
+            cell: the function whose fixed point is wanted; an `nn.Module`, or any callable.
+            solver: forward solver; `Anderson()` if left out. Not for adjoints that iterate by themselves.
+            tol: forward tolerance; `Tolerance()` if left out.
+            max_steps: upper bound on the evaluations of the cell in one forward solve; 40 if left out.
+            adjoint: how gradients are computed; `Implicit()` if left out.
+            compact: let samples leave the batch when they are done.
+            check_every: look at the verdicts every so many evaluations.
+        """
+        super().__init__()
+        self.cell = cell
+        self.adjoint = Implicit() if adjoint is None else adjoint
+        if not isinstance(self.adjoint, AbstractAdjoint):
+            raise ValueError(f"adjoint must be one of deqkit.adjoint, for example Implicit(), got {adjoint!r}")
+        if self.adjoint.owns_forward and solver is not None:
+            raise ValueError(f"{self.adjoint!r} runs its own iteration: leave out solver={solver!r}")
+        self.solver = solver
+        self.tol = Tolerance() if tol is None else tol
+        self.max_steps = 40 if max_steps is None else max_steps
+        self.compact = compact
+        self.check_every = check_every
+        self.verdicts: collections.Counter[Status] = collections.Counter()
+        self.backward_verdicts: collections.Counter[Status] = collections.Counter()
+
+    @torch.compiler.disable(recursive=False)
+    def forward(
+        self,
+        *args: Any,
+        z0: Any = None,
+        solver: AbstractSolver | Fallback | None = None,
+        tol: Tolerance | None = None,
+        max_steps: int | None = None,
+        adjoint: AbstractAdjoint | None = None,
+        return_solution: bool = False,
+        trace: bool = False,
+    ) -> Any:
+        """The equilibrium for `args` (batch first); any setting can be overridden for this call.
+
+        Returns:
+            z*, or (z*, solution) with `return_solution=True`. Gradients are attached whenever grad mode is on.
+        """
+        refuse_transforms("DEQ")
+        adjoint = self.adjoint if adjoint is None else adjoint
+        tol = self.tol if tol is None else tol
+        max_steps = self.max_steps if max_steps is None else max_steps
+        if z0 is None:
+            z0 = self._initial_state(args)
+        f, args = self.cell.bind(*args) if hasattr(self.cell, "bind") else (self.cell, args)
+        if isinstance(self.cell, nn.Module) and torch.is_grad_enabled():
+            f = WithParameters(f, self.cell)
+        if adjoint.owns_forward:
+            if solver is not None:
+                raise ValueError(f"{adjoint!r} runs its own iteration: leave out solver={solver!r}")
+            z, solution = adjoint.solve(f, z0, args, tol=tol, max_steps=max_steps)
+        else:
+            solution = fixed_point(
+                f,
+                z0,
+                args,
+                solver=solver or self.solver or Anderson(),
+                tol=tol,
+                max_steps=max_steps,
+                throw=False,
+                compact=self.compact,
+                check_every=self.check_every,
+                trace=trace,
+                keep_solver_state=adjoint.needs_solver_state and torch.is_grad_enabled(),
+            )
+            z = solution.z
+        self.verdicts.update(solution.sample_status)
+        raise_if_failed(solution, where=f"forward solve of {self._name()}", above=Status.STALLED)
+        if not adjoint.owns_forward:
+            z = adjoint.attach(f, z, args, solution=solution, on_backward=self._count_backward)
+        return (z, solution) if return_solution else z
+
+    def _initial_state(self, args: tuple[Any, ...]) -> Any:
+        if hasattr(self.cell, "initial_state"):
+            return self.cell.initial_state(*args)
+        if args and isinstance(args[0], Tensor):
+            return torch.zeros_like(args[0])
+        raise ValueError(
+            "the start of the solve is unknown: pass z0, give the cell a method initial_state(*args), or make its "
+            "first argument a tensor of the state's shape"
+        )
+
+    def _count_backward(self, solution: Solution) -> None:
+        self.backward_verdicts.update(solution.sample_status)
+
+    def _name(self) -> str:
+        return f"DEQ({type(self.cell).__name__})"
+
+    def extra_repr(self) -> str:
+        parts = [] if self.adjoint.owns_forward else [f"solver={self.solver or Anderson()}"]
+        return ", ".join([*parts, f"tol={self.tol}", f"max_steps={self.max_steps}", f"adjoint={self.adjoint}"])

@@ -1,0 +1,176 @@
+"""`fixed_point`: the public way into the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqkit.solve._loop import Loop, LoopOptions, Problem
+from deqkit.solve._packing import Packing, check_batch_first, select
+from deqkit.solve._solution import Solution, Status, raise_if_failed
+from deqkit.solve._solver import AbstractSolver
+from deqkit.solve._tolerance import Tolerance
+from deqkit.solve.anderson import Anderson
+from deqkit.solve.fallback import Fallback
+
+# B samples still in the batch, P groups of positions, N numbers in a group
+
+
+def fixed_point(
+    f: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...] = (),
+    *,
+    solver: AbstractSolver | Fallback | None = None,
+    tol: Tolerance | None = None,
+    max_steps: int = 40,
+    throw: bool = True,
+    compact: bool = True,
+    check_every: int = 1,
+    trace: bool = False,
+    keep_solver_state: bool = False,
+) -> Solution:
+    """Find z with `z = f(z, *args)`, every sample on its own.
+
+    No gradient is recorded: `deqkit.DEQ`, or the `attach` of an adjoint, makes the result differentiable.
+
+    Args:
+        f: one fixed function of the state; it must keep the state's structure, shapes, dtype and device.
+        z0: the start, a tensor or a tuple or dict of tensors, batch first.
+        args: further arguments of f whose tensors are batch first. Tensors that all samples share are closed over.
+        solver: how the next point is proposed; `Anderson()` if left out.
+        tol: when a sample counts as solved; `Tolerance()` if left out.
+        max_steps: upper bound on the evaluations of f.
+        throw: raise unless every sample converged. With False, read `solution.status`.
+        compact: let samples leave the batch when they are done. It needs `args` to know what belongs to a sample: an
+            f that closes over its batch is solved without. Results are the same up to rounding.
+        check_every: look at the verdicts every so many evaluations (each look waits for the device). Samples that are
+            done stay as they are in between, so results do not depend on it.
+        trace: record the residual of every evaluation.
+        keep_solver_state: hand back the solver's memory in `solution.solver_state`.
+
+    Raises:
+        NotConvergedError: if `throw` and some sample did not converge; `NonFiniteError` if one became inf or nan.
+        ValueError: if f does not keep the state's shape, dtype or device, or is not one fixed function.
+    """
+    if max_steps < 1:
+        raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+    if check_every < 1:
+        raise ValueError(f"check_every must be at least 1, got {check_every}")
+    if not isinstance(args, tuple):
+        raise ValueError(f"args must be a tuple of the further arguments of f, got {type(args).__name__}")
+    solver = Anderson() if solver is None else solver
+    packing = Packing.of(z0, causal=solver.group == "prefix")
+    check_batch_first(args, packing.batch_size)
+    options = LoopOptions(
+        tol=Tolerance() if tol is None else tol,
+        max_steps=max_steps,
+        compact=compact,
+        check_every=check_every,
+        trace=trace,
+        keep_solver_state=keep_solver_state,
+    )
+    with torch.no_grad():
+        solution = iterate(lambda: FunctionProblem(f, packing, args), packing.pack(z0), solver, options, packing)
+    solution.z = packing.unpack(solution.z)
+    if throw:
+        raise_if_failed(solution, where="fixed_point")
+    return solution
+
+
+class FunctionProblem:
+    """f(z, *args) as the caller wrote it."""
+
+    def __init__(self, f: Callable[..., Any], packing: Packing, args: tuple[Any, ...]) -> None:
+        self._f, self._packing, self._args = f, packing, args
+        self._checked = False
+        self.can_compact = bool(args)
+
+    def evaluate(self, z_BPN: Tensor) -> Tensor:
+        if not self._checked:
+            self._checked = True
+            return self._evaluate_first(z_BPN)
+        return self._packing.pack(self._f(self._packing.unpack(z_BPN), *self._args))
+
+    def _evaluate_first(self, z_BPN: Tensor) -> Tensor:
+        """Check what f returns, and whether it draws random numbers that change its value."""
+        state = self._packing.unpack(z_BPN)
+        before = _random_state(self._packing.device)
+        output = self._f(state, *self._args)
+        device = self._packing.device.type
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        self._packing.check_output(output, z_BPN.shape[0], autocast=autocast)
+        fz_BPN = self._packing.pack(output)
+        if not torch.equal(before, _random_state(self._packing.device)):
+            again_BPN = self._packing.pack(self._f(state, *self._args))
+            if not torch.equal(fz_BPN, again_BPN) and not fz_BPN.isnan().any():
+                raise ValueError(NOT_FIXED)
+        return fz_BPN
+
+    def worth_compacting(self, num_left: int, num_now: int) -> bool:
+        # Dropping samples copies the solver's memory of the others, so large batches wait for an eighth to be done.
+        return num_now - num_left >= max(1, num_now // 8)
+
+    def keep(self, index: Tensor) -> None:
+        self._args = select(self._args, index)
+
+
+NOT_FIXED = (
+    "f is not one fixed function: evaluated twice at the same point it gave two results. A dropout layer in training "
+    "mode does this: draw its mask once per solve, outside f (pass it in args), or call eval() on the layer"
+)
+
+
+def iterate(
+    make_problem: Callable[[], Problem],
+    z_BPN: Tensor,
+    solver: AbstractSolver | Fallback,
+    options: LoopOptions,
+    packing: Packing,
+) -> Solution:
+    """Run the loop on a packed state; with a `Fallback`, once for every solver that is needed."""
+    if not isinstance(solver, Fallback):
+        return Loop(make_problem(), z_BPN, solver, options, packing).run()
+    total = Loop(make_problem(), z_BPN, solver.solvers[0], options, packing).run()
+    for following in solver.solvers[1:]:
+        left = options.max_steps - int(total.num_evals.max()) if total.num_evals.numel() else 0
+        if left < 2 or not bool((total.codes >= Status.STALLED.severity).any()):
+            break
+        again = Loop(make_problem(), total.z, following, dataclasses.replace(options, max_steps=left), packing).run()
+        total = _join(total, again)
+    return total
+
+
+def _join(first: Solution, second: Solution) -> Solution:
+    """The account of two solves in a row, the second of which started from the first one's result."""
+    better_B = (second.residual_norm < first.residual_norm) | first.residual_norm.isnan()
+
+    def better(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(better_B.view(-1, *[1] * (a.ndim - 1)), b, a)
+
+    trace = None
+    if first.trace is not None and second.trace is not None:
+        trace = tuple(torch.cat(pair) for pair in zip(first.trace, second.trace, strict=True))
+    return Solution(
+        z=better(first.z, second.z),
+        residual=better(first.residual, second.residual),
+        residual_norm=better(first.residual_norm, second.residual_norm),
+        codes=second.codes,
+        num_steps=better(first.num_steps, first.num_evals + second.num_steps),
+        num_evals=first.num_evals + second.num_evals,
+        amplification=torch.where(second.amplification.isnan(), first.amplification, second.amplification),
+        seconds_in_f=first.seconds_in_f + second.seconds_in_f,
+        seconds_outside_f=first.seconds_outside_f + second.seconds_outside_f,
+        trace=trace,
+        solver_state=second.solver_state,
+    )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()

@@ -1,0 +1,297 @@
+"""The one loop: it calls f, measures, judges every sample, keeps the best point and drops samples that are done."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deqkit.solve._packing import Packing, select
+from deqkit.solve._solution import Solution, Status
+from deqkit.solve._solver import AbstractSolver
+from deqkit.solve._tolerance import Tolerance
+
+# B samples still in the batch, P groups of positions (1 unless the solver is causal), N numbers in a group
+
+_ACTIVE = -1  # a group that still moves; afterwards its code is a Status.severity
+_CONVERGED, _MAX_STEPS, _STALLED, _NONFINITE = (status.severity for status in Status)
+_PROGRESS = 0.999  # a residual has fallen if it is this much smaller than when it last fell
+
+
+class Problem(Protocol):
+    """A batch of fixed-point problems in packed form."""
+
+    can_compact: bool
+
+    def evaluate(self, z_BPN: Tensor) -> Tensor:
+        """f at every sample still in the batch."""
+        ...
+
+    def worth_compacting(self, num_left: int, num_now: int) -> bool:
+        """Whether going on with fewer samples saves more than it costs."""
+        ...
+
+    def keep(self, index: Tensor) -> None:
+        """Drop all samples but these."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoopOptions:
+    """What the loop is asked to do; `fixed_point` documents each field."""
+
+    tol: Tolerance
+    max_steps: int
+    compact: bool = True
+    check_every: int = 1
+    trace: bool = False
+    keep_solver_state: bool = False
+
+
+@dataclasses.dataclass
+class _Batch:
+    """What the loop knows about each sample in the batch. Every tensor is batch first."""
+
+    sample_B: Tensor
+    """Where the sample stands in the caller's batch."""
+    z_BPN: Tensor | None
+    best_z_BPN: Tensor
+    best_BP: Tensor
+    """Smallest residual so far, as a multiple of what the tolerance allows."""
+    mark_BP: Tensor
+    """The residual when it last fell noticeably, and the evaluations since."""
+    waited_BP: Tensor
+    codes_BP: Tensor
+    norm_B: Tensor
+    scale_B: Tensor
+    steps_B: Tensor
+    evals_B: Tensor
+    amplification_B: Tensor
+    previous: tuple[Tensor, Tensor] | None = None
+    """The last point and its residual."""
+    solver_state: Any = None
+
+
+class Loop:
+    """One pass over a batch with one solver. `run` may be called once."""
+
+    def __init__(
+        self, problem: Problem, z_BPN: Tensor, solver: AbstractSolver, options: LoopOptions, packing: Packing
+    ) -> None:
+        self._problem, self._solver, self._options, self._packing = problem, solver, options, packing
+        self._patience = options.tol.patience + solver.num_probes
+        self._causal = solver.group == "prefix"
+        self._seconds_in_f = 0.0
+        self._left: list[_Batch] = []
+        self._kept_B: Tensor | None = None  # set when the batch was cut down since the last evaluation
+        self._trace: list[tuple[Tensor, Tensor, Tensor]] = []
+        size, groups, _ = z_BPN.shape
+        integers = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=z_BPN.device)  # noqa: E731
+        self._now = _Batch(
+            sample_B=torch.arange(size, device=z_BPN.device),
+            z_BPN=z_BPN,
+            best_z_BPN=z_BPN,
+            best_BP=z_BPN.new_full((size, groups), float("inf")),
+            mark_BP=z_BPN.new_full((size, groups), float("inf")),
+            waited_BP=integers(size, groups),
+            codes_BP=integers(size, groups).fill_(_ACTIVE),
+            norm_B=z_BPN.new_full((size,), float("nan")),
+            scale_B=z_BPN.new_full((size,), float("nan")),
+            steps_B=integers(size),
+            evals_B=integers(size),
+            amplification_B=z_BPN.new_full((size,), float("nan")),
+        )
+        tokens_per_group = packing.num_tokens / max(groups, 1)
+        self._tokens_P = torch.arange(1, groups + 1, device=z_BPN.device).to(z_BPN.dtype) * tokens_per_group
+
+    def run(self) -> Solution:
+        started = time.perf_counter()
+        if self._now.best_z_BPN.numel():
+            tol = self._options.tol.resolved(self._packing.num_tokens)
+            self._now.solver_state = self._solver.init(self._now.best_z_BPN, tol)
+            self._solve()
+            if self._causal:
+                self._measure_composite()
+        return self._collect(started)
+
+    def _solve(self) -> None:
+        options = self._options
+        for num_evals in range(1, options.max_steps + 1):
+            z_BPN = self._now.z_BPN
+            assert z_BPN is not None
+            fz_BPN = self._evaluate(z_BPN)
+            residual_BPN = fz_BPN - z_BPN
+            checking = num_evals % options.check_every == 0
+            self._judge(z_BPN, fz_BPN, residual_BPN, checking=checking)
+            # A causal solve returns every position's own best point: the last evaluation is kept to measure that.
+            if num_evals >= options.max_steps - int(self._causal):
+                return
+            if checking and not self._go_on_with_unsolved():
+                return
+            self._step(z_BPN, fz_BPN, residual_BPN)
+
+    def _evaluate(self, z_BPN: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        fz_BPN = self._problem.evaluate(z_BPN)
+        self._seconds_in_f += time.perf_counter() - begin
+        return fz_BPN
+
+    def _norms(self, fz_BPN: Tensor, residual_BPN: Tensor) -> tuple[Tensor, Tensor]:
+        """||f(z) - z|| and ||f(z)|| of every sample, or of every position with those before it."""
+        norm_BP = torch.linalg.vector_norm(residual_BPN, dim=2)
+        scale_BP = torch.linalg.vector_norm(fz_BPN, dim=2)
+        if self._causal:
+            norm_BP = norm_BP.square().cumsum(1).sqrt()
+            scale_BP = scale_BP.square().cumsum(1).sqrt()
+        return norm_BP, scale_BP
+
+    def _judge(self, z_BPN: Tensor, fz_BPN: Tensor, residual_BPN: Tensor, *, checking: bool) -> None:
+        now, tol = self._now, self._options.tol
+        norm_BP, scale_BP = self._norms(fz_BPN, residual_BPN)
+        ratio_BP = _ratio(norm_BP, tol.bound(scale_BP, self._tokens_P))
+        active_BP = now.codes_BP == _ACTIVE
+        alive_B = active_BP.any(1)
+
+        dead_BP = active_BP & ~(torch.isfinite(norm_BP) & torch.isfinite(scale_BP))
+        solved_BP = active_BP & (ratio_BP <= 1)
+        improved_BP = active_BP & (ratio_BP < now.best_BP)  # False for nan: a best point is always finite
+        fell_BP = active_BP & (ratio_BP < _PROGRESS * now.mark_BP)
+        now.mark_BP = torch.where(fell_BP, ratio_BP, now.mark_BP)
+        now.waited_BP = torch.where(fell_BP, 0, now.waited_BP + 1)
+        stalled_BP = active_BP & (now.waited_BP >= self._patience)
+
+        # A position may rest only when all before it do, or it could not follow them.
+        ends_BP = ~active_BP | solved_BP | stalled_BP
+        ends_BP = active_BP & ~dead_BP & (ends_BP.cummin(1).values if self._causal else ends_BP)
+        now.codes_BP = torch.where(ends_BP, torch.where(solved_BP, _CONVERGED, _STALLED), now.codes_BP)
+        now.codes_BP = torch.where(dead_BP, _NONFINITE, now.codes_BP)
+
+        taken_BP = improved_BP | (ends_BP & solved_BP)
+        now.best_BP = torch.where(taken_BP, ratio_BP, now.best_BP)
+        now.best_z_BPN = torch.where(taken_BP.unsqueeze(2), z_BPN, now.best_z_BPN)
+        now.evals_B = now.evals_B + alive_B
+        taken_B = alive_B if self._causal else taken_BP[:, 0]
+        never_finite_B = alive_B & now.norm_B.isnan()
+        now.norm_B = torch.where(taken_B | never_finite_B, norm_BP[:, -1], now.norm_B)
+        now.scale_B = torch.where(taken_B | never_finite_B, scale_BP[:, -1], now.scale_B)
+        now.steps_B = torch.where(taken_B, now.evals_B - 1, now.steps_B)
+        if self._options.trace:
+            self._trace.append((now.sample_B, alive_B, _ratio(norm_BP[:, -1], scale_BP[:, -1])))
+        if now.previous is not None and (not checking or bool(ends_BP.any())):
+            self._estimate_amplification(z_BPN, residual_BPN, ends_BP.any(1))
+
+    def _estimate_amplification(self, z_BPN: Tensor, residual_BPN: Tensor, ended_B: Tensor) -> None:
+        """||dz|| / ||dresidual|| of the last step: how far z is from the solution for a residual of a given size."""
+        now = self._now
+        assert now.previous is not None
+        last_z_BPN, last_residual_BPN = now.previous
+        moved_B = torch.linalg.vector_norm(z_BPN - last_z_BPN, dim=(1, 2))
+        changed_B = torch.linalg.vector_norm(residual_BPN - last_residual_BPN, dim=(1, 2))
+        usable_B = ended_B & (changed_B > 0)
+        now.amplification_B = torch.where(usable_B, moved_B / changed_B, now.amplification_B)
+
+    def _go_on_with_unsolved(self) -> bool:
+        """Drop samples that are done if that pays; False when none is left."""
+        now = self._now
+        alive_B = (now.codes_BP == _ACTIVE).any(1)
+        num_alive = int(alive_B.sum())
+        if num_alive == 0:
+            return False
+        if self._causal:  # positions that failed are still to be measured together with the rest
+            alive_B = (now.codes_BP != _CONVERGED).any(1)
+            num_alive = int(alive_B.sum())
+        size = alive_B.numel()
+        if not (self._options.compact and self._problem.can_compact and num_alive < size):
+            return True
+        if not self._problem.worth_compacting(num_alive, size):
+            return True
+        slim = dataclasses.replace(now, z_BPN=None, previous=None)
+        if not self._options.keep_solver_state:
+            slim.solver_state = None
+        self._left.append(select(slim, torch.nonzero(~alive_B).flatten()))
+        index = torch.nonzero(alive_B).flatten()
+        self._now = select(now, index)
+        self._problem.keep(index)
+        self._kept_B = index
+        return True
+
+    def _step(self, z_BPN: Tensor, fz_BPN: Tensor, residual_BPN: Tensor) -> None:
+        now = self._now
+        if (kept_B := self._kept_B) is not None:
+            z_BPN, fz_BPN, residual_BPN = (t.index_select(0, kept_B) for t in (z_BPN, fz_BPN, residual_BPN))
+            self._kept_B = None
+        proposed_BPN, now.solver_state = self._solver.step(z_BPN, fz_BPN, now.solver_state)
+        if proposed_BPN.dtype != self._packing.dtype:  # f sees the rounded point, so that is the point
+            proposed_BPN = proposed_BPN.to(self._packing.dtype).to(proposed_BPN.dtype)
+        now.previous = (z_BPN, residual_BPN)
+        now.z_BPN = torch.where((now.codes_BP == _ACTIVE).unsqueeze(2), proposed_BPN, now.best_z_BPN)
+
+    def _measure_composite(self) -> None:
+        """Measure the state put together from every position's best point, unless it is the one just evaluated."""
+        now = self._now
+        open_B = (now.codes_BP != _CONVERGED).any(1)
+        if now.z_BPN is None or not bool(open_B.any()) or torch.equal(now.z_BPN, now.best_z_BPN):
+            return
+        fz_BPN = self._evaluate(now.best_z_BPN)
+        norm_BP, scale_BP = self._norms(fz_BPN, fz_BPN - now.best_z_BPN)
+        now.norm_B = torch.where(open_B, norm_BP[:, -1], now.norm_B)
+        now.scale_B = torch.where(open_B, scale_BP[:, -1], now.scale_B)
+        now.evals_B = now.evals_B + open_B
+        if self._options.trace:
+            self._trace.append((now.sample_B, open_B, _ratio(norm_BP[:, -1], scale_BP[:, -1])))
+
+    def _collect(self, started: float) -> Solution:
+        now = dataclasses.replace(self._now, z_BPN=None, previous=None)
+        if not self._options.keep_solver_state:
+            now.solver_state = None
+        if self._left:
+            now = _concatenate([*self._left, now])
+            now = select(now, torch.argsort(now.sample_B))
+        codes_BP = torch.where(now.codes_BP == _ACTIVE, _MAX_STEPS, now.codes_BP)
+        codes_B = codes_BP.amax(1) if codes_BP.numel() else codes_BP.new_full((codes_BP.shape[0],), _CONVERGED)
+        return Solution(
+            z=now.best_z_BPN,
+            residual=_ratio(now.norm_B, now.scale_B),
+            residual_norm=now.norm_B,
+            codes=codes_B,
+            num_steps=now.steps_B,
+            num_evals=now.evals_B,
+            amplification=now.amplification_B,
+            seconds_in_f=self._seconds_in_f,
+            seconds_outside_f=time.perf_counter() - started - self._seconds_in_f,
+            trace=self._collect_trace(codes_B.numel()) if self._options.trace else None,
+            solver_state=now.solver_state,
+        )
+
+    def _collect_trace(self, num_samples: int) -> tuple[Tensor, ...]:
+        traces: list[list[float]] = [[] for _ in range(num_samples)]
+        for sample_B, counted_B, residual_B in self._trace:
+            for sample, counted, residual in zip(
+                sample_B.tolist(), counted_B.tolist(), residual_B.tolist(), strict=True
+            ):
+                if counted:
+                    traces[sample].append(residual)
+        return tuple(torch.tensor(values, dtype=self._packing.work_dtype) for values in traces)
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where a is 0 whatever b is."""
+    return torch.where(a == 0, 0, a / b)
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    """Batches of one structure, one after the other."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, tuple | list):
+        return type(first)(_concatenate(list(items)) for items in zip(*parts, strict=True))
+    if dataclasses.is_dataclass(first):
+        names = [field.name for field in dataclasses.fields(first)]
+        joined = {name: _concatenate([getattr(part, name) for part in parts]) for name in names}
+        return dataclasses.replace(first, **joined)  # pyright: ignore[reportArgumentType]
+    return first

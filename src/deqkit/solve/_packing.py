@@ -1,0 +1,173 @@
+"""States of any structure as one tensor (B, P, N), and batches of anything cut down to some of their samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# B samples, P groups of positions, N numbers in a group, L positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How the tensors of one state structure lie side by side in a work tensor (B, P, N)."""
+
+    structure: Any
+    """The caller's state with every tensor replaced by its place in the list of tensors."""
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    num_groups: int
+    """P: the number of positions for causal solvers, else 1."""
+
+    @classmethod
+    def of(cls, state: Any, *, causal: bool) -> Packing:
+        tensors: list[Tensor] = []
+        structure = _index_tensors(state, tensors)
+        if not tensors:
+            raise ValueError(f"the state has no tensors: {state!r}")
+        first = tensors[0]
+        for t in tensors:
+            if not t.is_floating_point():
+                raise ValueError(f"the state must be floating point, got {t.dtype}; start from z0.float()")
+            if t.ndim < 1 or t.shape[0] != first.shape[0] or t.dtype != first.dtype or t.device != first.device:
+                raise ValueError(
+                    "all tensors of a state need the same batch size (axis 0), dtype and device, got "
+                    + ", ".join(_summary(u) for u in tensors)
+                )
+        num_groups = 1
+        if causal:
+            if any(t.ndim < 2 or t.shape[1] != first.shape[1] for t in tensors):
+                raise ValueError(
+                    'group="prefix" needs states of shape (batch, positions, ...), got '
+                    + ", ".join(str(tuple(t.shape)) for t in tensors)
+                )
+            num_groups = first.shape[1]
+        return cls(structure, tuple(t.shape for t in tensors), first.dtype, first.device, num_groups)
+
+    @property
+    def batch_size(self) -> int:
+        return self.shapes[0][0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shapes[0][1] if len(self.shapes[0]) > 1 else 1
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """Half-precision states are mixed and measured in float32; f still sees (and is judged at) the half state."""
+        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
+
+    def pack(self, state: Any) -> Tensor:
+        """One tensor (B, P, N) in the work dtype; a view of a single-tensor state wherever possible."""
+        tensors: list[Tensor] = []
+        _index_tensors(state, tensors)
+        rows = [t.reshape(t.shape[0], self.num_groups, -1) for t in tensors]
+        row = rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
+        return row.to(self.work_dtype)
+
+    def unpack(self, packed_BPN: Tensor) -> Any:
+        """The inverse of `pack`, for any number of samples."""
+        num_samples = packed_BPN.shape[0]
+        row = packed_BPN.to(self.dtype)
+        sizes = [_numel(s[1:]) // max(self.num_groups, 1) for s in self.shapes]
+        parts = [row] if len(sizes) == 1 else list(row.split(sizes, dim=2))
+        tensors = [p.reshape(num_samples, *s[1:]) for p, s in zip(parts, self.shapes, strict=True)]
+        return _fill(self.structure, tensors)
+
+    def check_output(self, output: Any, num_samples: int, *, autocast: bool) -> None:
+        """Raise a ValueError that tells how f's result differs from its argument, if it does."""
+        tensors: list[Tensor] = []
+        structure = _index_tensors(output, tensors)
+        if structure != self.structure:
+            raise ValueError(
+                f"f must return the structure of its state, {_describe(self.structure)}, got {_describe(structure)}"
+            )
+        for t, shape in zip(tensors, self.shapes, strict=True):
+            expected = (num_samples, *shape[1:])
+            if tuple(t.shape) != expected:
+                raise ValueError(f"f must keep the shape of its state: expected {expected}, got {tuple(t.shape)}")
+            if t.device != self.device:
+                raise ValueError(f"f moved the state from {self.device} to {t.device}")
+            if t.dtype != self.dtype and not (autocast and t.is_floating_point()):
+                raise ValueError(
+                    f"f turned the state from {self.dtype} into {t.dtype}; start from a z0 of the dtype f computes in"
+                )
+
+
+def select(tree: Any, index: Tensor) -> Any:
+    """`tree` with every tensor cut down to the samples `index` (axis 0)."""
+    if isinstance(tree, Tensor):
+        return tree.index_select(0, index)
+    if isinstance(tree, Mapping):
+        return {key: select(value, index) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(select(value, index) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(select(value, index) for value in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        changed = {field.name: select(getattr(tree, field.name), index) for field in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **changed)
+    return tree
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Every tensor of a tuple, list, dict or dataclass, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [t for value in tree.values() for t in tensors_in(value)]
+    if isinstance(tree, tuple | list):
+        return [t for value in tree for t in tensors_in(value)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [t for field in dataclasses.fields(tree) for t in tensors_in(getattr(tree, field.name))]
+    return []
+
+
+def check_batch_first(args: tuple[Any, ...], batch_size: int) -> None:
+    for t in tensors_in(args):
+        if t.ndim < 1 or t.shape[0] != batch_size:
+            raise ValueError(
+                f"tensors in args belong to samples and need the batch size {batch_size} on axis 0, got shape "
+                f"{tuple(t.shape)}; let f close over tensors that all samples share"
+            )
+
+
+def _index_tensors(tree: Any, found: list[Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+        return len(found) - 1
+    if isinstance(tree, Mapping):  # by sorted key: f may return its dict in another order
+        places = {key: _index_tensors(tree[key], found) for key in sorted(tree, key=str)}
+        return {key: places[key] for key in tree}
+    if isinstance(tree, tuple | list):
+        return tuple(_index_tensors(value, found) for value in tree)
+    raise ValueError(f"a state is a tensor or a tuple or dict of tensors, got {type(tree).__name__}")
+
+
+def _fill(structure: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(structure, int):
+        return tensors[structure]
+    if isinstance(structure, dict):
+        return {key: _fill(value, tensors) for key, value in structure.items()}
+    return tuple(_fill(value, tensors) for value in structure)
+
+
+def _describe(structure: Any) -> str:
+    if isinstance(structure, int):
+        return "tensor"
+    if isinstance(structure, dict):
+        return "{" + ", ".join(f"{key!r}: {_describe(value)}" for key, value in structure.items()) + "}"
+    return "(" + ", ".join(_describe(value) for value in structure) + ")"
+
+
+def _summary(t: Tensor) -> str:
+    return f"{tuple(t.shape)} {t.dtype} on {t.device}"
+
+
+def _numel(shape: torch.Size) -> int:
+    return int(torch.Size(shape).numel())

@@ -1,0 +1,44 @@
+"""The contract between the loop and a solver."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from torch import Tensor
+
+from deqkit.solve._tolerance import Tolerance
+
+# B samples, P groups of positions (1, or every position if steps must be causal), N numbers in a group
+
+
+class AbstractSolver(abc.ABC):
+    """Proposes the next point; the loop evaluates f, measures, judges, keeps the best point and stops.
+
+    Solvers are frozen values: all that changes during a solve lives in the state that `init` returns and `step`
+    passes on. A state is a dataclass, tuple or dict whose tensors are batch first, so that the loop can drop samples
+    that are done. A solver must treat samples independently, and must not write to `z` or `fz`.
+    """
+
+    group: str = "sample"
+    """The scope of inner products: a whole sample, or (`"prefix"`) each position with the ones before it."""
+    num_probes: int = 0
+    """How many evaluations in a row may be spent on probing f rather than on improving the residual."""
+
+    @abc.abstractmethod
+    def init(self, z_BPN: Tensor, tol: Tolerance) -> Any:
+        """The state before the first evaluation. `tol` is what the loop will ask of the result."""
+
+    @abc.abstractmethod
+    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The next point at which to evaluate f, given f at the last one."""
+
+
+def check_damping(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be in (0, 1], 1 being the full step; got {value!r}")
+
+
+def check_group(value: str) -> None:
+    if value not in ("sample", "prefix"):
+        raise ValueError(f'group must be "sample" or "prefix", got {value!r}')

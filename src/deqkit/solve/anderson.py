@@ -1,0 +1,104 @@
+"""Anderson acceleration, per sample or strictly causal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from deqkit.solve._linalg import solve_normal_equations
+from deqkit.solve._solver import AbstractSolver, check_damping, check_group
+from deqkit.solve._tolerance import Tolerance
+
+# B samples, P groups of positions (1 for group="sample"), N numbers in a group, M remembered differences
+
+
+@dataclasses.dataclass
+class _Memory:
+    """The last M differences of residuals and of steps, their inner products, and the point before this one."""
+
+    residuals_BPMN: Tensor
+    steps_BPMN: Tensor
+    gram_BPMM: Tensor
+    last: tuple[Tensor, Tensor] | None = None
+    count: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Anderson(AbstractSolver):
+    """Anderson acceleration (type II): the combination of past steps whose residual would be smallest.
+
+    With r = f(z) - z and the differences dz_j, dr_j of the last `memory` points, the next point is
+    `z + mixing r - sum_j gamma_j (dz_j + mixing dr_j)`, gamma minimising `||r - sum_j gamma_j dr_j||`. On a linear
+    problem this is truncated GMRES. Memory is `2 * memory` states, whatever the number of steps.
+    """
+
+    memory: int = 5
+    """How many differences are kept."""
+    mixing: float = 1.0
+    """Weight of the new residual in the step. 0.5 helps where J has large negative eigenvalues (trained cells)."""
+    ridge: float | None = None
+    """Regularisation relative to the problem: added to the unit diagonal of the scaled Gram matrix. None follows
+    the dtype (10 times its rounding)."""
+    group: str = "sample"
+    """`"sample"`: one gamma a sample, from inner products over all its positions. `"prefix"`: position t has its own,
+    from positions up to t, so that no step, stop or choice at t depends on later tokens (for a causal f)."""
+
+    def __post_init__(self) -> None:
+        if self.memory < 1:
+            raise ValueError(f"memory must be at least 1, got {self.memory}")
+        if self.ridge is not None and not 0 <= self.ridge < 1:
+            raise ValueError(f"ridge must be in [0, 1), got {self.ridge!r}")
+        check_damping("mixing", self.mixing)
+        check_group(self.group)
+
+    def init(self, z_BPN: Tensor, tol: Tolerance) -> _Memory:
+        size, groups, width = z_BPN.shape
+        return _Memory(
+            residuals_BPMN=z_BPN.new_empty(size, groups, self.memory, width),
+            steps_BPMN=z_BPN.new_empty(size, groups, self.memory, width),
+            gram_BPMM=torch.zeros(size, groups, self.memory, self.memory, dtype=torch.float64, device=z_BPN.device),
+        )
+
+    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: _Memory) -> tuple[Tensor, _Memory]:
+        r_BPN = fz_BPN - z_BPN
+        plain_BPN = fz_BPN if self.mixing == 1 else torch.lerp(z_BPN, fz_BPN, self.mixing)
+        if state.last is None:
+            state.last = (z_BPN, r_BPN)
+            return plain_BPN, state
+
+        slot = state.count % self.memory
+        state.count += 1
+        used = min(state.count, self.memory)
+        last_z_BPN, last_r_BPN = state.last
+        state.last = (z_BPN, r_BPN)
+        dr_BPN = r_BPN - last_r_BPN
+        state.residuals_BPMN[:, :, slot] = dr_BPN
+        state.steps_BPMN[:, :, slot] = torch.add(z_BPN - last_z_BPN, dr_BPN, alpha=self.mixing)
+
+        # One pass over the memory gives the new row of the Gram matrix and the right-hand side.
+        columns_BPN2 = torch.stack((dr_BPN, r_BPN), dim=3)
+        dots_BPM2 = (state.residuals_BPMN[:, :, :used] @ columns_BPN2).double()
+        if self.group == "prefix":
+            dots_BPM2 = dots_BPM2.cumsum(1)
+        state.gram_BPMM[:, :, slot, :used] = state.gram_BPMM[:, :, :used, slot] = dots_BPM2[..., 0]
+
+        gamma_BPM = solve_normal_equations(
+            state.gram_BPMM[:, :, :used, :used],
+            dots_BPM2[..., 1],
+            ridge=self._ridge(z_BPN.dtype),
+            floor_BP=self._rounding(fz_BPN),
+        )
+        weights_BP1M = gamma_BPM.to(z_BPN.dtype).unsqueeze(2)
+        return plain_BPN - (weights_BP1M @ state.steps_BPMN[:, :, :used]).squeeze(2), state
+
+    def _ridge(self, dtype: torch.dtype) -> float:
+        return 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
+
+    def _rounding(self, fz_BPN: Tensor) -> Tensor:
+        """Square of the size below which a difference of residuals is rounding noise: it must not steer the step."""
+        squares_BP = torch.linalg.vector_norm(fz_BPN, dim=2).double().square()
+        if self.group == "prefix":
+            squares_BP = squares_BP.cumsum(1)
+        return squares_BP * torch.finfo(fz_BPN.dtype).eps ** 2
