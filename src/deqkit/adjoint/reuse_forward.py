@@ -54,7 +54,7 @@ class ReuseForward(AttachedAdjoint):
             solver=_Preconditioned(memory),
             tol=self.tol,
             max_steps=self.refine,
-            start=lambda v_BPN: memory.apply_transposed(v_BPN.squeeze(1)).unsqueeze(1),
+            start=memory.apply_transposed,
         )
         backward = BackwardPass(method, Equation(f, packing, args), solution, on_backward)
         return packing.unpack(backward.attach(packing.pack(z)))
@@ -72,6 +72,6 @@ class _Preconditioned(AbstractSolver):
 
     def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: tuple[BroydenMemory, Any]) -> tuple[Tensor, Any]:
         memory, inner = state
-        better_BN = memory.apply_transposed((fz_BPN - z_BPN).squeeze(1))
-        proposed_BPN, inner = self._inner.step(z_BPN, z_BPN + better_BN.unsqueeze(1), inner)
+        better_BPN = memory.apply_transposed(fz_BPN - z_BPN)
+        proposed_BPN, inner = self._inner.step(z_BPN, z_BPN + better_BPN, inner)
         return proposed_BPN, (memory, inner)

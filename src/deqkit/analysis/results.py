@@ -34,7 +34,7 @@ def results_header(*, benchmark: str, seed: int, config: Any) -> dict[str, Any]:
         "machine": machine_info(),
         "commit": git_commit(),
         "seed": seed,
-        "config": dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config,
+        "config": dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config),
     }
 
 

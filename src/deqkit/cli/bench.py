@@ -89,7 +89,8 @@ def _cell_table(cell: Mapping[str, Any]) -> Table:
     unit = "not measured" if cell["f_seconds"] is None else f"{1e3 * cell['f_seconds']:.2f} ms"
     table = Table(
         title=f"{cell['cell']}: one f of the whole batch {unit}, state {cell['state_bytes'] / 2**20:.2f} MiB",
-        caption="f, vjp: calls (and samples in them); cost: in units of f; outside: share of time not in f or products",
+        caption="f, vjp: calls (and samples in them); *: tolerance not reached; cost: in units of f; "
+        "outside: of the time, not in f or products",
         **STYLE,
     )
     table.add_column("method", no_wrap=True)
@@ -115,7 +116,7 @@ def _columns_of(row: Mapping[str, Any]) -> list[str]:
         f"{row['evals_forward']} ({row['sample_evals_forward']})",
         str(row["evals_backward"]),
         f"{row['vjps']} ({row['sample_vjps']})",
-        _scientific(row["residual"]),
+        _scientific(row["residual"]) + ("*" if row["residual"] > row["tol"] else ""),
         _scientific(row["grad_error"]),
         _scientific(row["grad_error_estimate"]),
         f"{row['cost']:.0f} ± {(high - low) / 2:.0f}",

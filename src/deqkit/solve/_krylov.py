@@ -76,13 +76,13 @@ def extend_basis(state: KrylovState, fz_BN: Tensor) -> None:
     length_B = torch.linalg.vector_norm(w_BN, dim=1)
     column_BM = torch.zeros_like(state.hessenberg_BMM[:, :, 0])
     column_BM[:, :high] = coefficients_BM.double()
-    following_B = state.index_B + 1
+    following_B = (state.index_B + 1).clamp_max(high)  # samples that do not probe are put back below
     column_BM[samples_B, following_B] = length_B.double()
     column_BM = torch.where(probing_B1, column_BM, state.hessenberg_BMM[samples_B, :, state.index_B])
     state.hessenberg_BMM[samples_B, :, state.index_B] = column_BM
     new_BN = w_BN / length_B.clamp_min(torch.finfo(w_BN.dtype).tiny).unsqueeze(1)
-    new_BN = torch.where(probing_B1, new_BN, state.basis_BMN[samples_B, following_B.clamp_max(high)])
-    state.basis_BMN[samples_B, following_B.clamp_max(high)] = new_BN
+    new_BN = torch.where(probing_B1, new_BN, state.basis_BMN[samples_B, following_B])
+    state.basis_BMN[samples_B, following_B] = new_BN
     projection_B = (new_BN * state.base_z_BN).sum(1).double()
     state.projection_BM[samples_B, following_B] = torch.where(
         state.probing_B, projection_B, state.projection_BM[samples_B, following_B]

@@ -25,9 +25,17 @@ def solve_normal_equations(gram_BPMM: Tensor, rhs_BPM: Tensor, *, ridge: float, 
     return torch.where(finite_BP, gamma_BPM, 0)
 
 
-def solve_or_zero(matrix_BMM: Tensor, rhs_BM: Tensor) -> Tensor:
-    """K^-1 b per sample, and zeros where K is singular or not finite, i.e. a plain step."""
-    matrix_BMM = torch.nan_to_num(matrix_BMM, nan=0.0, posinf=0.0, neginf=0.0)
-    solution_BM, failed_B = torch.linalg.solve_ex(matrix_BMM, rhs_BM)
-    usable_B1 = (failed_B == 0).unsqueeze(1) & torch.isfinite(solution_BM).all(1, keepdim=True)
-    return torch.where(usable_B1, solution_BM, 0)
+def solve_or_zero(matrix_BPMM: Tensor, rhs_BPM: Tensor, squares_BPM: Tensor) -> Tensor:
+    """K^-1 b, row and column i scaled by 1/sqrt(squares_i); zeros, i.e. a plain step, where that is not possible.
+
+    Rows whose scale is zero (a position that no longer moves) drop out.
+    """
+    moving_BPM = squares_BPM > 0
+    scale_BPM = torch.where(moving_BPM, squares_BPM, 1).rsqrt() * moving_BPM
+    scaled_BPMM = matrix_BPMM * scale_BPM.unsqueeze(3) * scale_BPM.unsqueeze(2)
+    scaled_BPMM.diagonal(dim1=2, dim2=3).add_((~moving_BPM).double())
+    scaled_BPMM = torch.nan_to_num(scaled_BPMM, nan=0.0, posinf=0.0, neginf=0.0)
+    solution_BPM, failed_BP = torch.linalg.solve_ex(scaled_BPMM, rhs_BPM * scale_BPM)
+    solution_BPM = solution_BPM * scale_BPM
+    usable_BP1 = (failed_BP == 0).unsqueeze(2) & torch.isfinite(solution_BPM).all(2, keepdim=True)
+    return torch.where(usable_BP1, solution_BPM, 0)

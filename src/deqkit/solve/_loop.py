@@ -172,7 +172,7 @@ class Loop:
 
         taken_BP = improved_BP | (ends_BP & solved_BP)
         now.best_BP = torch.where(taken_BP, ratio_BP, now.best_BP)
-        now.best_z_BPN = torch.where(taken_BP.unsqueeze(2), z_BPN, now.best_z_BPN)
+        now.best_z_BPN = _choose(taken_BP, z_BPN, now.best_z_BPN, look=checking)
         now.evals_B = now.evals_B + alive_B
         taken_B = alive_B if self._causal else taken_BP[:, 0]
         never_finite_B = alive_B & now.norm_B.isnan()
@@ -228,7 +228,8 @@ class Loop:
         if proposed_BPN.dtype != self._packing.dtype:  # f sees the rounded point, so that is the point
             proposed_BPN = proposed_BPN.to(self._packing.dtype).to(proposed_BPN.dtype)
         now.previous = (z_BPN, residual_BPN)
-        now.z_BPN = torch.where((now.codes_BP == _ACTIVE).unsqueeze(2), proposed_BPN, now.best_z_BPN)
+        active_BP = now.codes_BP == _ACTIVE
+        now.z_BPN = _choose(active_BP, proposed_BPN, now.best_z_BPN, look=self._options.check_every == 1)
 
     def _measure_composite(self) -> None:
         """Measure the state put together from every position's best point, unless it is the one just evaluated."""
@@ -276,6 +277,13 @@ class Loop:
                 if counted:
                     traces[sample].append(residual)
         return tuple(torch.tensor(values, dtype=self._packing.work_dtype) for values in traces)
+
+
+def _choose(condition_BP: Tensor, yes_BPN: Tensor, no_BPN: Tensor, *, look: bool) -> Tensor:
+    """`torch.where`, without a copy if the condition holds throughout and looking at it is free."""
+    if look and bool(condition_BP.all()):
+        return yes_BPN
+    return torch.where(condition_BP.unsqueeze(2), yes_BPN, no_BPN)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:

@@ -73,13 +73,12 @@ class Anderson(AbstractSolver):
         used = min(state.count, self.memory)
         last_z_BPN, last_r_BPN = state.last
         state.last = (z_BPN, r_BPN)
-        dr_BPN = r_BPN - last_r_BPN
-        state.residuals_BPMN[:, :, slot] = dr_BPN
-        state.steps_BPMN[:, :, slot] = torch.add(z_BPN - last_z_BPN, dr_BPN, alpha=self.mixing)
+        dr_BPN = torch.sub(r_BPN, last_r_BPN, out=state.residuals_BPMN[:, :, slot])
+        torch.sub(z_BPN, last_z_BPN, out=state.steps_BPMN[:, :, slot]).add_(dr_BPN, alpha=self.mixing)
 
         # One pass over the memory gives the new row of the Gram matrix and the right-hand side.
-        columns_BPN2 = torch.stack((dr_BPN, r_BPN), dim=3)
-        dots_BPM2 = (state.residuals_BPMN[:, :, :used] @ columns_BPN2).double()
+        newest_BP2N = torch.stack((dr_BPN, r_BPN), dim=2)
+        dots_BPM2 = (newest_BP2N @ state.residuals_BPMN[:, :, :used].mT).mT.double()
         if self.group == "prefix":
             dots_BPM2 = dots_BPM2.cumsum(1)
         state.gram_BPMM[:, :, slot, :used] = state.gram_BPMM[:, :, :used, slot] = dots_BPM2[..., 0]

@@ -1,4 +1,4 @@
-"""Broyden's method with a bounded memory."""
+"""Broyden's method with a bounded memory, per sample or strictly causal."""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._linalg import solve_or_zero
-from deqkit.solve._solver import AbstractSolver, check_damping
+from deqkit.solve._solver import AbstractSolver, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
-# B samples, N numbers in a state, M remembered pairs
+# B samples, P groups of positions (1 for group="sample"), N numbers in a group, M remembered pairs
 
 
 @dataclasses.dataclass
 class BroydenMemory:
     """The inverse Jacobian of g(z) = f(z) - z as `-I - F K^-1 S'`, from the last M steps of every sample."""
 
-    dz_BMN: Tensor
-    """S: steps, scaled to length one."""
-    df_BMN: Tensor
-    """F: changes of f over the same steps, on the same scale."""
-    k_BMM: Tensor
+    dz_BPMN: Tensor
+    """S: steps."""
+    df_BPMN: Tensor
+    """F: changes of f over the same steps."""
+    k_BPMM: Tensor
     """K: -s_i.df_j where i is newer than j, else -s_i.dg_j with dg = df - dz."""
+    squares_BPM: Tensor
+    """s_i.s_i, the scale of row and column i."""
     last: tuple[Tensor, Tensor] | None = None
     count: int = 0
 
     @property
     def used(self) -> int:
-        return min(self.count, self.k_BMM.shape[1])
+        return min(self.count, self.k_BPMM.shape[2])
 
-    def apply_transposed(self, v_BN: Tensor) -> Tensor:
+    def apply_transposed(self, v_BPN: Tensor) -> Tensor:
         """`(I - J)^-T v` according to this memory: the start of a backward solve that SHINE proposes."""
         n = self.used
         if n == 0:
-            return v_BN
-        dots_BM = (self.df_BMN[:, :n] @ v_BN.unsqueeze(2)).squeeze(2).double()
-        weights_BM = solve_or_zero(self.k_BMM[:, :n, :n].mT, dots_BM).to(v_BN.dtype)
-        return v_BN + (weights_BM.unsqueeze(1) @ self.dz_BMN[:, :n]).squeeze(1)
+            return v_BPN
+        dots_BPM = (self.df_BPMN[:, :, :n] @ v_BPN.unsqueeze(3)).squeeze(3).double()
+        weights_BPM = self._solve(self.k_BPMM[:, :, :n, :n].mT, dots_BPM).to(v_BPN.dtype)
+        return v_BPN + (weights_BPM.unsqueeze(2) @ self.dz_BPMN[:, :, :n]).squeeze(2)
+
+    def _solve(self, k_BPMM: Tensor, rhs_BPM: Tensor) -> Tensor:
+        return solve_or_zero(k_BPMM, rhs_BPM, self.squares_BPM[:, :, : rhs_BPM.shape[2]])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,69 +53,75 @@ class Broyden(AbstractSolver):
     The product of the last `memory` updates is kept in compact form (Byrd, Nocedal and Schnabel 1994, theorem 6.1):
     forgetting the oldest pair leaves exactly the matrix that the others build from -I. Dropping a factor of the
     usual product form instead leaves factors that were computed with it, which is why that form diverges.
-
-    Not causal: inner products run over the whole sample, so before convergence a position depends on later ones.
-    Use `Anderson(group="prefix")` where that matters (language models).
     """
 
-    memory: int = 20
+    memory: int = 8
     """Pairs kept per sample: `2 * memory` states at most, grown as needed."""
     damping: float = 1.0
     """Step size, in (0, 1]."""
+    group: str = "sample"
 
     def __post_init__(self) -> None:
         if self.memory < 1:
             raise ValueError(f"memory must be at least 1, got {self.memory}")
         check_damping("damping", self.damping)
+        check_group(self.group)
 
     def init(self, z_BPN: Tensor, tol: Tolerance) -> BroydenMemory:
-        size, _, width = z_BPN.shape
-        room = min(self.memory, 4)
+        size, groups, width = z_BPN.shape
+        room = min(self.memory, 8)
+        small = dict(dtype=torch.float64, device=z_BPN.device)
         return BroydenMemory(
-            dz_BMN=z_BPN.new_empty(size, room, width),
-            df_BMN=z_BPN.new_empty(size, room, width),
-            k_BMM=torch.zeros(size, room, room, dtype=torch.float64, device=z_BPN.device),
+            dz_BPMN=z_BPN.new_empty(size, groups, room, width),
+            df_BPMN=z_BPN.new_empty(size, groups, room, width),
+            k_BPMM=torch.zeros(size, groups, room, room, **small),
+            squares_BPM=torch.zeros(size, groups, room, **small),
         )
 
     def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: BroydenMemory) -> tuple[Tensor, BroydenMemory]:
-        z_BN, g_BN = z_BPN.squeeze(1), (fz_BPN - z_BPN).squeeze(1)
         if state.last is None:
-            state.last = (z_BN, g_BN)
+            state.last = (z_BPN, fz_BPN)
             return torch.lerp(z_BPN, fz_BPN, self.damping), state
 
-        last_z_BN, last_g_BN = state.last
-        state.last = (z_BN, g_BN)
-        dots_BM = self._remember(state, z_BN - last_z_BN, g_BN - last_g_BN, g_BN)
+        g_BPN = fz_BPN - z_BPN
+        dots_BPM = self._remember(state, z_BPN, fz_BPN, g_BPN)
         n = state.used
-        weights_BM = solve_or_zero(state.k_BMM[:, :n, :n], dots_BM).to(z_BN.dtype)
-        direction_BN = g_BN + (weights_BM.unsqueeze(1) @ state.df_BMN[:, :n]).squeeze(1)
-        return (z_BN + self.damping * direction_BN).unsqueeze(1), state
+        weights_BPM = state._solve(state.k_BPMM[:, :, :n, :n], dots_BPM).to(z_BPN.dtype)
+        correction_BPN = (weights_BPM.unsqueeze(2) @ state.df_BPMN[:, :, :n]).squeeze(2)
+        if self.damping == 1:
+            return fz_BPN + correction_BPN, state
+        return z_BPN + self.damping * (g_BPN + correction_BPN), state
 
-    def _remember(self, state: BroydenMemory, dz_BN: Tensor, dg_BN: Tensor, g_BN: Tensor) -> Tensor:
+    def _remember(self, state: BroydenMemory, z_BPN: Tensor, fz_BPN: Tensor, g_BPN: Tensor) -> Tensor:
         """Put the newest pair in the place of the oldest; returns S'g."""
-        room = state.k_BMM.shape[1]
-        if state.count == room < self.memory:
-            state.dz_BMN, state.df_BMN = (_grown(t, self.memory) for t in (state.dz_BMN, state.df_BMN))
-            grown = state.dz_BMN.shape[1] - room
-            state.k_BMM = torch.nn.functional.pad(state.k_BMM, (0, grown, 0, grown))
-        slot = state.count % state.k_BMM.shape[1]
+        assert state.last is not None
+        if state.count == state.k_BPMM.shape[2] < self.memory:
+            self._grow(state)
+        slot = state.count % state.k_BPMM.shape[2]
         state.count += 1
         n = state.used
+        last_z_BPN, last_fz_BPN = state.last
+        state.last = (z_BPN, fz_BPN)
+        dz_BPN = torch.sub(z_BPN, last_z_BPN, out=state.dz_BPMN[:, :, slot])
+        df_BPN = torch.sub(fz_BPN, last_fz_BPN, out=state.df_BPMN[:, :, slot])
 
-        length_B1 = torch.linalg.vector_norm(dz_BN, dim=1, keepdim=True).clamp_min(torch.finfo(dz_BN.dtype).tiny)
-        dz_BN, dg_BN = dz_BN / length_B1, dg_BN / length_B1
-        state.dz_BMN[:, slot] = dz_BN
-        state.df_BMN[:, slot] = dz_BN + dg_BN
         # Two passes over the memory give the newest row and column of K and the right-hand side.
-        row_BM = (state.df_BMN[:, :n] @ dz_BN.unsqueeze(2)).squeeze(2).double()
-        columns_BM2 = (state.dz_BMN[:, :n] @ torch.stack((dg_BN, g_BN), dim=2)).double()
-        state.k_BMM[:, slot, :n] = -row_BM
-        state.k_BMM[:, :n, slot] = -columns_BM2[..., 0]
-        return columns_BM2[..., 1]
+        row_BPM = (dz_BPN.unsqueeze(2) @ state.df_BPMN[:, :, :n].mT).squeeze(2)
+        columns_BP2N = torch.stack((df_BPN - dz_BPN, g_BPN), dim=2)
+        columns_BP2M = columns_BP2N @ state.dz_BPMN[:, :, :n].mT
+        square_BP = torch.linalg.vector_norm(dz_BPN, dim=2).square()
+        small_BPS = torch.cat((row_BPM, columns_BP2M.flatten(2), square_BP.unsqueeze(2)), dim=2).double()
+        if self.group == "prefix":
+            small_BPS = small_BPS.cumsum(1)
+        row_BPM, column_BPM, dots_BPM, square_BP1 = small_BPS.split((n, n, n, 1), dim=2)
+        state.k_BPMM[:, :, slot, :n] = -row_BPM
+        state.k_BPMM[:, :, :n, slot] = -column_BPM
+        state.squares_BPM[:, :, slot] = square_BP1.squeeze(2)
+        return dots_BPM
 
-
-def _grown(buffer_BMN: Tensor, limit: int) -> Tensor:
-    size, room, width = buffer_BMN.shape
-    grown_BMN = buffer_BMN.new_empty(size, min(2 * room, limit), width)
-    grown_BMN[:, :room] = buffer_BMN
-    return grown_BMN
+    def _grow(self, state: BroydenMemory) -> None:
+        room = state.k_BPMM.shape[2]
+        more = min(2 * room, self.memory) - room
+        pad = torch.nn.functional.pad
+        state.dz_BPMN, state.df_BPMN = pad(state.dz_BPMN, (0, 0, 0, more)), pad(state.df_BPMN, (0, 0, 0, more))
+        state.k_BPMM, state.squares_BPM = pad(state.k_BPMM, (0, more, 0, more)), pad(state.squares_BPM, (0, more))

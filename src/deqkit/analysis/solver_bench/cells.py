@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WEIGHT_STD = 0.05
-"""The paper's initialisation, N(0, 0.05), for every weight of every cell; biases start at zero."""
+"""The paper's initialisation, N(0, 0.05), for every weight of every cell of the default size; biases start at zero.
+At another size it is scaled to keep the gain of a matrix, or the cell would approach the identity or diverge."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,13 +122,15 @@ class GainedBlock(nn.Module):
 
 def transformer_problem(size: CellSize, generator: torch.Generator) -> tuple[nn.Module, Tensor]:
     """The transformer block and its input, x ~ N(0, 1)."""
-    cell = _normal_weights(TransformerBlock(width=size.width, heads=size.heads), generator)
+    cell = _normal_weights(
+        TransformerBlock(width=size.width, heads=size.heads), size.width / CellSize().width, generator
+    )
     return cell, torch.randn(size.batch, size.length, size.width, generator=generator)
 
 
 def trellis_problem(size: CellSize, generator: torch.Generator) -> tuple[nn.Module, Tensor]:
     """The trellis block and its input, x ~ N(0, 1)."""
-    cell = _normal_weights(TrellisBlock(channels=size.hidden), generator)
+    cell = _normal_weights(TrellisBlock(channels=size.hidden), size.hidden / CellSize().hidden, generator)
     return cell, torch.randn(size.batch, size.length, size.hidden, generator=generator)
 
 
@@ -135,7 +138,7 @@ def mixed_problem(
     size: CellSize, generator: torch.Generator, *, easy_gain: float = 0.3, hard_gain: float = 1.0
 ) -> tuple[nn.Module, Tensor]:
     """The gained block on a batch whose last sample is hard and all others easy (7 and 1 at batch 8)."""
-    cell = _normal_weights(GainedBlock(width=size.width, heads=size.heads), generator)
+    cell = _normal_weights(GainedBlock(width=size.width, heads=size.heads), size.width / CellSize().width, generator)
     x_BTD = torch.randn(size.batch, size.length, size.width, generator=generator)
     gain_BT1 = torch.full((size.batch, size.length, 1), easy_gain)
     gain_BT1[-1] = hard_gain
@@ -178,11 +181,11 @@ def load_cell(spec: str) -> tuple[nn.Module, Tensor]:
     return cell, x
 
 
-def _normal_weights(cell: nn.Module, generator: torch.Generator) -> nn.Module:
+def _normal_weights(cell: nn.Module, scale: float, generator: torch.Generator) -> nn.Module:
     with torch.no_grad():
         for name, parameter in cell.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
             else:
-                parameter.normal_(0.0, WEIGHT_STD, generator=generator)
+                parameter.normal_(0.0, WEIGHT_STD / scale**0.5, generator=generator)
     return cell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,8 +32,10 @@ class Equilibrium:
     """What a library returns: the state with its graph, and its own estimate of the gradient's error."""
 
     z: State
-    grad_error: Callable[[], float | None]
+    grad_error: Callable[[], float | None] = lambda: None
     """To be called after the backward pass; None when the library has no such estimate."""
+    status: str | None = None
+    """The library's own verdict on the forward solve; None when it gives none."""
 
 
 class Solve(Protocol):
@@ -78,7 +81,9 @@ def _torchdeq_methods() -> list[Method]:
 
 def _torchdeq(solver: str, *, hook_ift: bool = False) -> Callable[[nn.Module, Settings], Solve]:
     def build(cell: nn.Module, settings: Settings) -> Solve:
-        from torchdeq import get_deq  # optional: the extra [bench]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its docstrings have invalid escapes, of which Python warns once
+            from torchdeq import get_deq  # optional: the extra [bench]
 
         deq = get_deq(
             f_solver=solver,
@@ -97,9 +102,9 @@ def _torchdeq(solver: str, *, hook_ift: bool = False) -> Callable[[nn.Module, Se
             leaves, spec = tree_flatten(initial_state(cell, x))
             if len(leaves) == 1:
                 states, _ = deq(lambda z: tree_leaves(cell(tree_unflatten([z], spec), x))[0], leaves[0])
-                return Equilibrium(z=tree_unflatten([states[-1]], spec), grad_error=lambda: None)
+                return Equilibrium(z=tree_unflatten([states[-1]], spec))
             states, _ = deq(lambda *z: tree_leaves(cell(tree_unflatten(z, spec), x)), leaves)
-            return Equilibrium(z=tree_unflatten(states[-1], spec), grad_error=lambda: None)
+            return Equilibrium(z=tree_unflatten(states[-1], spec))
 
         return solve
 
@@ -139,7 +144,7 @@ def _deqkit(
 
         def solve(x: Tensor) -> Equilibrium:
             z, solution = deq(x, return_solution=True)
-            return Equilibrium(z=z, grad_error=lambda: solution.grad_error)
+            return Equilibrium(z=z, grad_error=lambda: solution.grad_error, status=solution.status.name)
 
         return solve
 

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from deqkit.analysis.memory import peak_memory
 from deqkit.analysis.results import results_header
 from deqkit.analysis.solver_bench.cells import CELLS, CellSize, load_cell
 from deqkit.analysis.solver_bench.measure import CLOCKS, MeasuredCell, State, Tally, initial_state
-from deqkit.analysis.solver_bench.methods import Method, Settings, Solve, all_methods, torchdeq_installed
+from deqkit.analysis.solver_bench.methods import Equilibrium, Method, Settings, Solve, all_methods, torchdeq_installed
 from deqkit.analysis.solver_bench.reference import (
     Reference,
     joined_gradient,
@@ -141,6 +141,7 @@ class _CellBench:
             self.on_progress(f"{self.name}: memory, {row.method.label} {row.settings.tol:g}", num_done, num_steps)
             self._guard(row, lambda row=row: self._examine(row, reference))
         for round_index in range(self.config.rounds):
+            gc.collect()
             turn = round_index % len(self.rows)
             for row in self.rows[turn:] + self.rows[:turn]:
                 num_done += 1
@@ -165,15 +166,15 @@ class _CellBench:
     def _examine(self, row: _Row, reference: Reference | None) -> None:
         self.cell.zero_grad(set_to_none=True)
 
-        def call() -> tuple[State, float | None]:
+        def call() -> Equilibrium:
             equilibrium = row.solve(self.x)
             self.loss(equilibrium.z).backward()
-            return equilibrium.z, equilibrium.grad_error()
+            return equilibrium
 
         memory = peak_memory(call)
-        z, estimate = memory.result
+        equilibrium = memory.result
         with torch.no_grad():
-            residual = relative_residual(self.cell.cell(z, self.x), z)
+            residual = relative_residual(self.cell.cell(equilibrium.z, self.x), equilibrium.z)
         if not math.isfinite(residual):
             raise ArithmeticError("the returned state is not finite")
         error = None
@@ -181,15 +182,15 @@ class _CellBench:
             gradient = joined_gradient(self.cell)
             error = ((gradient - reference.gradient).norm() / reference.gradient.norm()).item()
         row.numbers = {
+            "status": equilibrium.status,
             "residual": residual,
             "grad_error": _finite(error),
-            "grad_error_estimate": _finite(estimate),
+            "grad_error_estimate": _finite(equilibrium.grad_error()),
             "peak_mib": memory.peak_bytes / 2**20,
         }
 
     def _time(self, row: _Row) -> None:
         self.cell.zero_grad(set_to_none=True)
-        gc.collect()
         self._time_f()
         _, tally = self.cell.measure(lambda: row.solve(self.x).z, self.loss)
         row.tallies.append(tally)

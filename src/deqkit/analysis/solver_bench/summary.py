@@ -54,8 +54,8 @@ def _cost_bar(
     ratio = _paired_ratio(row, best)
     no_worse = _no_worse(row, best)
     detail = (
-        f"{row['cost']:.0f} f ({row['method']}) against {best['cost']:.0f} f (torchdeq {best['method']}); gradient error "
-        f"{_shown(row['grad_error'])} against {_shown(best['grad_error'])}"
+        f"{row['cost']:.0f} f ({row['method']}) against {best['cost']:.0f} f (torchdeq {best['method']}); "
+        f"gradient error {_shown(row['grad_error'])} against {_shown(best['grad_error'])}"
     )
     return _entry(
         name, ratio, bar, unit="x", holds=None if no_worse is None else ratio <= bar and no_worse, detail=detail
