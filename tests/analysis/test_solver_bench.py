@@ -1,7 +1,7 @@
 """The parts of the solver benchmark, each against an answer known from elsewhere."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,6 +28,15 @@ class Linear(nn.Module):
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         return z @ self.w + x
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tensors are so small that threads only wait for each other, for seconds on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -110,8 +119,8 @@ def test_an_unmeasured_cell_is_the_cell_itself(x):
 @pytest.mark.parametrize("name", CELLS)
 def test_cells_are_causal_and_per_sample(name):
     cell, x = CELLS[name](TINY, torch.Generator().manual_seed(3))
-    z = tuple(torch.randn_like(part) for part in _leaves(initial_state(cell, x)))
-    z = z if len(z) > 1 else z[0]
+    parts = [torch.randn_like(part) for part in _leaves(initial_state(cell, x))]
+    z = tuple(parts) if len(parts) > 1 else parts[0]
     before = _leaves(cell(z, x))
     later = x.clone()
     later[:, 3:] += 1

@@ -63,31 +63,29 @@ def extend_basis(state: KrylovState, fz_BN: Tensor) -> None:
     room = state.hessenberg_BMM.shape[2]
     high = state.high = min(state.high + 1, room)
     _grow(state, high + 1)
-    probing_B1 = state.probing_B.unsqueeze(1)
     samples_B = torch.arange(fz_BN.shape[0], device=fz_BN.device)
-    v_BN = state.basis_BMN[samples_B, state.index_B]
-    w_BN = v_BN - (fz_BN - state.base_f_BN) / state.reach_B.unsqueeze(1)
+    # Samples that are not probing go through the motions on a column of theirs, which is put back in the end.
+    column_B = state.index_B.clamp_max(high - 1)
+    row_B = column_B + 1
+    w_BN = state.basis_BMN[samples_B, column_B] - (fz_BN - state.base_f_BN) / state.reach_B.unsqueeze(1)
     basis_BMN = state.basis_BMN[:, :high]
-    coefficients_BM = fz_BN.new_zeros(fz_BN.shape[0], high)
+    coefficients_BM = torch.zeros_like(state.hessenberg_BMM[:, :, 0])
     for _ in range(2):  # Gram-Schmidt twice is orthogonal to rounding
-        dots_BM = (basis_BMN @ w_BN.unsqueeze(2)).squeeze(2)
-        w_BN = w_BN - (dots_BM.unsqueeze(1) @ basis_BMN).squeeze(1)
-        coefficients_BM = coefficients_BM + dots_BM
+        dots_B1M = w_BN.unsqueeze(1) @ basis_BMN.mT
+        w_BN = torch.baddbmm(w_BN.unsqueeze(1), dots_B1M, basis_BMN, alpha=-1).squeeze(1)
+        coefficients_BM[:, :high] += dots_B1M.squeeze(1).double()
     length_B = torch.linalg.vector_norm(w_BN, dim=1)
-    column_BM = torch.zeros_like(state.hessenberg_BMM[:, :, 0])
-    column_BM[:, :high] = coefficients_BM.double()
-    following_B = (state.index_B + 1).clamp_max(high)  # samples that do not probe are put back below
-    column_BM[samples_B, following_B] = length_B.double()
-    column_BM = torch.where(probing_B1, column_BM, state.hessenberg_BMM[samples_B, :, state.index_B])
-    state.hessenberg_BMM[samples_B, :, state.index_B] = column_BM
+    coefficients_BM[samples_B, row_B] = length_B.double()
     new_BN = w_BN / length_B.clamp_min(torch.finfo(w_BN.dtype).tiny).unsqueeze(1)
-    new_BN = torch.where(probing_B1, new_BN, state.basis_BMN[samples_B, following_B])
-    state.basis_BMN[samples_B, following_B] = new_BN
     projection_B = (new_BN * state.base_z_BN).sum(1).double()
-    state.projection_BM[samples_B, following_B] = torch.where(
-        state.probing_B, projection_B, state.projection_BM[samples_B, following_B]
-    )
-    state.index_B = torch.where(state.probing_B, following_B, state.index_B)
+
+    probing_B, probing_B1 = state.probing_B, state.probing_B.unsqueeze(1)
+    old_BM = state.hessenberg_BMM[samples_B, :, column_B]
+    state.hessenberg_BMM[samples_B, :, column_B] = torch.where(probing_B1, coefficients_BM, old_BM)
+    state.basis_BMN[samples_B, row_B] = torch.where(probing_B1, new_BN, state.basis_BMN[samples_B, row_B])
+    old_B = state.projection_BM[samples_B, row_B]
+    state.projection_BM[samples_B, row_B] = torch.where(probing_B, projection_B, old_B)
+    state.index_B = torch.where(probing_B, row_B, state.index_B)
 
 
 def least_squares(state: KrylovState) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,6 +113,8 @@ def least_squares(state: KrylovState) -> tuple[Tensor, Tensor, Tensor]:
 
 def restart(state: KrylovState, z_BN: Tensor, fz_BN: Tensor, norm_B: Tensor, where_B: Tensor) -> None:
     """Make the point just evaluated the base of a new Krylov space for the samples `where_B`."""
+    if not bool(where_B.any()):
+        return
     chosen_B1 = where_B.unsqueeze(1)
     safe_B1 = norm_B.clamp_min(torch.finfo(norm_B.dtype).tiny).unsqueeze(1)
     state.base_z_BN = torch.where(chosen_B1, z_BN, state.base_z_BN)

@@ -25,6 +25,15 @@ def solve_normal_equations(gram_BPMM: Tensor, rhs_BPM: Tensor, *, ridge: float, 
     return torch.where(finite_BP, gamma_BPM, 0)
 
 
+def subtract_combination(start_BPN: Tensor, weights_BPM: Tensor, rows_BPMN: Tensor) -> Tensor:
+    """start - sum_m weights_m rows_m, in one pass."""
+    weights_BP1M = weights_BPM.to(start_BPN.dtype).unsqueeze(2)
+    flat = torch.baddbmm(
+        start_BPN.unsqueeze(2).flatten(0, 1), weights_BP1M.flatten(0, 1), rows_BPMN.flatten(0, 1), alpha=-1
+    )
+    return flat.view_as(start_BPN)
+
+
 def solve_or_zero(matrix_BPMM: Tensor, rhs_BPM: Tensor, squares_BPM: Tensor) -> Tensor:
     """K^-1 b, row and column i scaled by 1/sqrt(squares_i); zeros, i.e. a plain step, where that is not possible.
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from deqkit.solve._linalg import solve_normal_equations
+from deqkit.solve._linalg import solve_normal_equations, subtract_combination
 from deqkit.solve._solver import AbstractSolver, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
@@ -89,8 +89,7 @@ class Anderson(AbstractSolver):
             ridge=self._ridge(z_BPN.dtype),
             floor_BP=self._rounding(fz_BPN),
         )
-        weights_BP1M = gamma_BPM.to(z_BPN.dtype).unsqueeze(2)
-        return plain_BPN - (weights_BP1M @ state.steps_BPMN[:, :, :used]).squeeze(2), state
+        return subtract_combination(plain_BPN, gamma_BPM, state.steps_BPMN[:, :, :used]), state
 
     def _ridge(self, dtype: torch.dtype) -> float:
         return 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge

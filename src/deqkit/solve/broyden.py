@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from deqkit.solve._linalg import solve_or_zero
+from deqkit.solve._linalg import solve_or_zero, subtract_combination
 from deqkit.solve._solver import AbstractSolver, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
@@ -38,11 +38,11 @@ class BroydenMemory:
         n = self.used
         if n == 0:
             return v_BPN
-        dots_BPM = (self.df_BPMN[:, :, :n] @ v_BPN.unsqueeze(3)).squeeze(3).double()
-        weights_BPM = self._solve(self.k_BPMM[:, :, :n, :n].mT, dots_BPM).to(v_BPN.dtype)
-        return v_BPN + (weights_BPM.unsqueeze(2) @ self.dz_BPMN[:, :, :n]).squeeze(2)
+        dots_BPM = (v_BPN.unsqueeze(2) @ self.df_BPMN[:, :, :n].mT).squeeze(2).double()
+        weights_BPM = self.solve(self.k_BPMM[:, :, :n, :n].mT, dots_BPM)
+        return subtract_combination(v_BPN, -weights_BPM, self.dz_BPMN[:, :, :n])
 
-    def _solve(self, k_BPMM: Tensor, rhs_BPM: Tensor) -> Tensor:
+    def solve(self, k_BPMM: Tensor, rhs_BPM: Tensor) -> Tensor:
         return solve_or_zero(k_BPMM, rhs_BPM, self.squares_BPM[:, :, : rhs_BPM.shape[2]])
 
 
@@ -86,11 +86,9 @@ class Broyden(AbstractSolver):
         g_BPN = fz_BPN - z_BPN
         dots_BPM = self._remember(state, z_BPN, fz_BPN, g_BPN)
         n = state.used
-        weights_BPM = state._solve(state.k_BPMM[:, :, :n, :n], dots_BPM).to(z_BPN.dtype)
-        correction_BPN = (weights_BPM.unsqueeze(2) @ state.df_BPMN[:, :, :n]).squeeze(2)
-        if self.damping == 1:
-            return fz_BPN + correction_BPN, state
-        return z_BPN + self.damping * (g_BPN + correction_BPN), state
+        weights_BPM = state.solve(state.k_BPMM[:, :, :n, :n], dots_BPM)
+        full_BPN = subtract_combination(fz_BPN, -weights_BPM, state.df_BPMN[:, :, :n])
+        return (full_BPN if self.damping == 1 else torch.lerp(z_BPN, full_BPN, self.damping)), state
 
     def _remember(self, state: BroydenMemory, z_BPN: Tensor, fz_BPN: Tensor, g_BPN: Tensor) -> Tensor:
         """Put the newest pair in the place of the oldest; returns S'g."""
