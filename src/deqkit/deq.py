@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.adjoint._graph import WithParameters, refuse_transforms
 from deqkit.solve import AbstractSolver, Anderson, Fallback, Solution, Status, Tolerance, fixed_point
+from deqkit.solve._fixed_point import join
 from deqkit.solve._solution import raise_if_failed
 
 
@@ -96,19 +98,21 @@ class DEQ(nn.Module):
                 raise ValueError(f"{adjoint!r} runs its own iteration: leave out solver={solver!r}")
             z, solution = adjoint.solve(f, z0, args, tol=tol, max_steps=max_steps)
         else:
-            solution = fixed_point(
+            solve = functools.partial(
+                fixed_point,
                 f,
-                z0,
-                args,
+                args=args,
                 solver=solver or self.solver or Anderson(),
-                tol=tol,
-                max_steps=max_steps,
                 throw=False,
                 compact=self.compact,
                 check_every=self.check_every,
                 trace=trace,
                 keep_solver_state=adjoint.needs_solver_state and torch.is_grad_enabled(),
             )
+            solution = solve(z0, tol=tol, max_steps=max_steps)
+            while torch.is_grad_enabled() and (tol := adjoint.tighter(f, solution, args, max_steps)) is not None:
+                left = max_steps - int(solution.num_evals.max())
+                solution = join(solution, solve(solution.z, tol=tol, max_steps=left))
             z = solution.z
         self.verdicts.update(solution.sample_status)
         raise_if_failed(solution, where=f"forward solve of {self._name()}", above=Status.STALLED)

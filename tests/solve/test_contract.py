@@ -61,7 +61,9 @@ def test_reaches_the_known_fixed_point(name, problem):
 def test_float32(name, problem):
     solution = solve(name, problem, tol=Tolerance(rtol=3e-6))
     assert all(t.dtype == torch.float32 for t in leaves(solution.z))
-    assert_near(solution.z, problem.z_star, 1e-3 if problem.name == "non-normal" else 1e-4)  # residuals grow up to 250 times there
+    assert_near(
+        solution.z, problem.z_star, 1e-3 if problem.name == "non-normal" else 1e-4
+    )  # residuals grow up to 250 times there
 
 
 @pytest.mark.parametrize("name", SOLVERS)

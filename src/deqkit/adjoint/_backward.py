@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from deqkit.adjoint._base import OnBackward
+from deqkit.adjoint._error import gradient_error, next_tolerance
 from deqkit.adjoint._graph import Equation, Gate, Linearised, differentiable_args, transposed_product
 from deqkit.solve import AbstractSolver, Fallback, NonFiniteError, Solution, Status, Tolerance
-from deqkit.solve._fixed_point import NOT_FIXED, iterate
+from deqkit.solve._fixed_point import NOT_FIXED, iterate, join
 from deqkit.solve._loop import LoopOptions
 from deqkit.solve._packing import Packing
 from deqkit.solve._solution import raise_if_failed
@@ -28,6 +30,7 @@ class LinearSolve:
     tol: Tolerance
     max_steps: int
     compact: bool = True
+    grad_rtol: float | None = None
     start: Callable[[Tensor], Tensor] | None = None
     """Where the solve begins, given v; without it at v, the first term of the Neumann series."""
 
@@ -65,23 +68,37 @@ class BackwardPass:
                 self._empty(v_BPN),
             )
         method = self.method
-        options = LoopOptions(tol=method.tol, max_steps=method.max_steps, compact=method.compact)
-        with torch.no_grad():
-            solved = iterate(
-                lambda: TransposedProblem(self.equation, linearised, v_BPN),
-                v_BPN if method.start is None else method.start(v_BPN),
-                method.solver,
-                options,
-                Packing.of(v_BPN, causal=False),
-            )
+        y_BPN = v_BPN if method.start is None else method.start(v_BPN)
+        solved = self._run(y_BPN, v_BPN, linearised, method.tol, method.max_steps)
+        while (tol := self._tighter(solved)) is not None:
+            left = method.max_steps - int(solved.num_evals.max())
+            solved = join(solved, self._run(solved.z, v_BPN, linearised, tol, left))
         y_BPN = solved.z
         solved.z = self.equation.packing.unpack(y_BPN)
         if self.solution is not None:
+            size_B = torch.linalg.vector_norm(y_BPN, dim=(1, 2))
             self.solution.backward = solved
+            self.solution.grad_error = gradient_error(self.solution, solved, size_B)
         raise_if_failed(solved, where="the backward solve (products with the Jacobian of f)", above=Status.STALLED)
         if self.on_backward is not None:
             self.on_backward(solved)
         return y_BPN
+
+    def _run(self, y_BPN: Tensor, v_BPN: Tensor, linearised: Linearised, tol: Tolerance, max_steps: int) -> Solution:
+        method = self.method
+        options = LoopOptions(tol=tol, max_steps=max_steps, compact=method.compact)
+        packing = Packing.of(v_BPN, causal=False)
+        with torch.no_grad():
+            make_problem = functools.partial(TransposedProblem, self.equation, linearised, v_BPN)
+            return iterate(make_problem, y_BPN, method.solver, options, packing)
+
+    def _tighter(self, solved: Solution) -> Tolerance | None:
+        """The tolerance to go on with until the asked accuracy holds; None when it does or cannot."""
+        method = self.method
+        if method.grad_rtol is None or solved.status is not Status.CONVERGED or not solved.codes.numel():
+            return None
+        error = float((solved.amplification.nan_to_num(1.0) * solved.residual).square().mean().sqrt())
+        return next_tolerance(solved, error, method.grad_rtol, method.max_steps)
 
     def differentiate(
         self, v_BPN: Tensor, z_BPN: Tensor, linearised: Linearised, touched: list[Tensor]

@@ -45,6 +45,12 @@ class AbstractAdjoint(abc.ABC):
             on_backward: called with the solution after every backward solve.
         """
 
+    def tighter(
+        self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], max_steps: int
+    ) -> Tolerance | None:
+        """The tolerance to which the forward solve should go on before gradients are attached; None if it may stop."""
+        return None
+
     def solve(
         self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int
     ) -> tuple[Any, Solution]:

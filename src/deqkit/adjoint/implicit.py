@@ -8,8 +8,9 @@ from typing import Any
 
 from deqkit.adjoint._backward import BackwardPass, LinearSolve
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
+from deqkit.adjoint._error import forward_error, measure_curvature, next_tolerance
 from deqkit.adjoint._graph import Equation
-from deqkit.solve import AbstractSolver, Anderson, Fallback, Solution, Tolerance
+from deqkit.solve import AbstractSolver, Anderson, Fallback, Solution, Status, Tolerance
 from deqkit.solve._packing import Packing
 
 
@@ -30,11 +31,32 @@ class Implicit(AttachedAdjoint):
     compact: bool = True
     """Let samples leave the backward solve when they are done (it needs `args`; f is evaluated again for the rest)."""
 
+    grad_rtol: float | None = None
+    """Tighten both solves, within their `max_steps`, until the estimated relative error of the gradient is at most
+    this. It costs two evaluations and products per look at how J changes near z*."""
+
     def __post_init__(self) -> None:
         self._method()
+        if self.grad_rtol is not None and not 0 < self.grad_rtol < 1:
+            raise ValueError(f"grad_rtol must be in (0, 1), got {self.grad_rtol!r}")
 
     def _method(self) -> LinearSolve:
-        return LinearSolve(solver=self.solver, tol=self.tol, max_steps=self.max_steps, compact=self.compact)
+        return LinearSolve(
+            solver=self.solver,
+            tol=self.tol,
+            max_steps=self.max_steps,
+            compact=self.compact,
+            grad_rtol=self.grad_rtol,
+        )
+
+    def tighter(
+        self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], max_steps: int
+    ) -> Tolerance | None:
+        if self.grad_rtol is None or solution.status is not Status.CONVERGED or not solution.codes.numel():
+            return None
+        packing = Packing.of(solution.z, causal=False)
+        solution.curvature = measure_curvature(Equation(f, packing, args), packing.pack(solution.z), solution)
+        return next_tolerance(solution, forward_error(solution), self.grad_rtol, max_steps)
 
     def _attach(
         self,

@@ -51,7 +51,9 @@ class Reversible(AbstractAdjoint):
         self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int
     ) -> tuple[Any, Solution]:
         if max_steps < 2:
-            raise ValueError(f"a reversible step takes two evaluations of f: max_steps must be at least 2, got {max_steps}")
+            raise ValueError(
+                f"a reversible step takes two evaluations of f: max_steps must be at least 2, got {max_steps}"
+            )
         refuse_transforms("Reversible")
         packing = Packing.of(z0, causal=False)
         equation = Equation(f, packing, args)
@@ -130,7 +132,9 @@ class _Reversed(torch.autograd.Function):
                 if part is not None:
                     total = totals[place]
                     totals[place] = part if total is None else total + part
-            return linearised.value.detach().to(y_BPN.dtype), torch.zeros_like(weight_BPN) if product_BPN is None else product_BPN
+            return linearised.value.detach().to(y_BPN.dtype), torch.zeros_like(
+                weight_BPN
+            ) if product_BPN is None else product_BPN
 
         grad_y_BPN, grad_z_BPN = torch.zeros_like(grad_BPN), grad_BPN
         for step in range(int(num_steps_B.max()) if num_steps_B.numel() else 0, 0, -1):

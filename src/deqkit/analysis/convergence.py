@@ -26,9 +26,7 @@ def convergence_trace(
     """
     traces = {}
     for name, solver in solvers.items():
-        solution = fixed_point(
-            f, z0, args, solver=solver, tol=tol, max_steps=max_steps, throw=False, trace=True
-        )
+        solution = fixed_point(f, z0, args, solver=solver, tol=tol, max_steps=max_steps, throw=False, trace=True)
         assert solution.trace is not None
         traces[name] = solution.trace
     return traces

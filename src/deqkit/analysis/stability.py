@@ -57,9 +57,7 @@ def spectral_penalty(
     q_BPN = _unit(_normal_like(value_BPN, generator))
     for _ in range(steps):
         q_BPN = _unit(transposed_product(value_BPN, at_BPN, q_BPN, create_graph=False))
-    sigma_B = torch.linalg.vector_norm(
-        transposed_product(value_BPN, at_BPN, q_BPN, create_graph=True), dim=(1, 2)
-    )
+    sigma_B = torch.linalg.vector_norm(transposed_product(value_BPN, at_BPN, q_BPN, create_graph=True), dim=(1, 2))
     return torch.relu(sigma_B - threshold).square().mean()
 
 

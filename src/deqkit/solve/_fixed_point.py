@@ -141,15 +141,19 @@ def iterate(
         if left < 2 or not bool((total.codes >= Status.STALLED.severity).any()):
             break
         again = Loop(make_problem(), total.z, following, dataclasses.replace(options, max_steps=left), packing).run()
-        total = _join(total, again)
+        total = join(total, again)
     return total
 
 
-def _join(first: Solution, second: Solution) -> Solution:
+def join(first: Solution, second: Solution) -> Solution:
     """The account of two solves in a row, the second of which started from the first one's result."""
     better_B = (second.residual_norm < first.residual_norm) | first.residual_norm.isnan()
 
-    def better(a: Tensor, b: Tensor) -> Tensor:
+    def better(a: Any, b: Any) -> Any:
+        if isinstance(a, dict):
+            return {key: better(a[key], b[key]) for key in a}
+        if isinstance(a, tuple):
+            return tuple(better(*pair) for pair in zip(a, b, strict=True))
         return torch.where(better_B.view(-1, *[1] * (a.ndim - 1)), b, a)
 
     trace = None
