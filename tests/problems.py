@@ -1,4 +1,4 @@
-"""Fixed-point problems whose answers do not come from deqkit: closed forms, or a dense Newton in float64.
+"""Fixed-point problems whose answers do not come from deqkit: closed forms, or plain iteration and a dense Newton in float64.
 
 `PROBLEMS` lists the makers; each takes a dtype. The state is batch first; everything that belongs to a sample is in
 `args`, so that solves can compact. `SOLVERS` lists what the contract suite runs: adding a solver is one line.
@@ -211,7 +211,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 def newton_problem(
     name: str, f: Callable[..., Any], z0: Any, args: tuple[Tensor, ...], dtype: torch.dtype, **traits: Any
 ) -> Problem:
-    """The problem in `dtype` with the answer of a dense Newton's method in float64."""
+    """The problem in `dtype` with the answer of plain iteration, then Newton's method with a dense Jacobian, in float64."""
     shapes = [t.shape for t in leaves(z0)]
 
     def unflat(z_BN: Tensor, to: torch.dtype) -> Any:
@@ -224,7 +224,9 @@ def newton_problem(
         return (flat(f(unflat(z_BN, torch.float64), *args)) - z_BN).flatten()
 
     z_N = flat(z0).double().flatten()
-    for _ in range(8):
+    for _ in range(100):  # plain iteration first: Newton converges from nearby
+        z_N = z_N + g(z_N)
+    for _ in range(4):
         z_N = z_N - torch.linalg.solve(torch.func.jacrev(g)(z_N), g(z_N))
     assert g(z_N).abs().max() < 1e-13, f"{name}: the reference solution is not one"
     z_star_BN = z_N.view(shapes[0][0], -1)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from problems import normal, tanh
 from torch.nn import functional as F
 
 from deqkit.solve import Broyden, Status, Tolerance, fixed_point
+from problems import normal, tanh
 
 # N numbers in a state; B is the inverse Jacobian here, as in the paper
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+
+from deqkit.solve import Fallback, Status, Tolerance, fixed_point
 from problems import (
     PROBLEMS,
     SOLVERS,
@@ -13,8 +15,6 @@ from problems import (
     leaves,
     relative_residual,
 )
-
-from deqkit.solve import Fallback, Status, Tolerance, fixed_point
 
 TIGHT = Tolerance(rtol=1e-11)
 

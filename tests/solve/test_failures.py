@@ -4,14 +4,6 @@ import pickle
 
 import pytest
 import torch
-from problems import (
-    SOLVERS,
-    causal_mixing,
-    contraction,
-    nan_in_marked_samples,
-    relative_residual,
-    without_fixed_point,
-)
 
 from deqkit.solve import (
     Anderson,
@@ -21,6 +13,14 @@ from deqkit.solve import (
     Status,
     Tolerance,
     fixed_point,
+)
+from problems import (
+    SOLVERS,
+    causal_mixing,
+    contraction,
+    nan_in_marked_samples,
+    relative_residual,
+    without_fixed_point,
 )
 
 # B samples, T positions, D width

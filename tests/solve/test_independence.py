@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from problems import SOLVERS, Problem, affine_problem, causal_mixing, flat, normal
 
 from deqkit.solve import Anderson, Broyden, Fallback, FixedPointIteration, NewtonKrylov, Status, Tolerance, fixed_point
+from problems import SOLVERS, Problem, affine_problem, causal_mixing, flat, normal
 
 # B samples, N numbers in a state
 

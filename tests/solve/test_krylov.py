@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg
 import torch
-from problems import affine_map, contraction, expansive, non_normal
 
 from deqkit.solve import GMRES, Anderson, Broyden, NewtonKrylov, Status, Tolerance, fixed_point
+from problems import affine_map, contraction, expansive, non_normal
 
 # B samples, N numbers in a state
 

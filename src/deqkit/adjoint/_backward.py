@@ -12,7 +12,14 @@ from torch import Tensor
 
 from deqkit.adjoint._base import OnBackward
 from deqkit.adjoint._error import gradient_error, next_tolerance
-from deqkit.adjoint._graph import Equation, Gate, Linearised, differentiable_args, transposed_product
+from deqkit.adjoint._graph import (
+    Equation,
+    Gate,
+    Linearised,
+    differentiable_args,
+    transposed_product,
+    twice_differentiable,
+)
 from deqkit.solve import AbstractSolver, Fallback, NonFiniteError, Solution, Status, Tolerance
 from deqkit.solve._fixed_point import NOT_FIXED, iterate, join
 from deqkit.solve._loop import LoopOptions
@@ -108,7 +115,8 @@ class BackwardPass:
         y is an equilibrium too, of y -> J(z*)'y + v, so this is the same rule once more.
         """
         gate = Gate(z_BPN)
-        value_BPN = self.equation.again()(gate.tensor)
+        with twice_differentiable():
+            value_BPN = self.equation.again()(gate.tensor)
         _require_same_value(value_BPN, linearised.value, self.equation)
 
         def adjoint_equation(y_BPN: Tensor) -> Tensor:
@@ -175,8 +183,8 @@ class TransposedProblem:
         self._v_BPN = v_BPN.detach()
         self.can_compact = bool(equation.args)
 
-    def evaluate(self, y_BPN: Tensor) -> Tensor:
-        return self._linearised.transposed(y_BPN) + self._v_BPN
+    def evaluate(self, z_BPN: Tensor) -> Tensor:
+        return self._linearised.transposed(z_BPN) + self._v_BPN
 
     def worth_compacting(self, num_left: int, num_now: int) -> bool:
         return 2 * num_left <= num_now  # the rest is evaluated again, which costs about one product

@@ -59,7 +59,10 @@ def measure_curvature(equation: Equation, z_BPN: Tensor, solution: Solution) -> 
 
 
 def next_tolerance(solution: Solution, error: float, grad_rtol: float, max_steps: int) -> Tolerance | None:
-    """A tolerance that should bring a solve's share of the error to a quarter of `grad_rtol` (estimates may be low); None if it is there."""
+    """A tolerance for a solve whose share of the error exceeds a quarter of `grad_rtol`; None if it does not.
+
+    A quarter, because there are two shares and estimates may be low.
+    """
     if error <= grad_rtol / 4 or int(solution.num_evals.max()) >= max_steps - 1:
         return None
     factor = min(0.5, max(0.01, grad_rtol / (5 * error)))

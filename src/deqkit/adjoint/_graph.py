@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqkit.solve._packing import Packing, select, tensors_in
 
@@ -36,10 +38,10 @@ class _Caller(nn.Module):
     def __init__(self, f: Callable[..., Any], module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        object.__setattr__(self, "f", f)  # not a child: it may be the module itself
+        self._f = (f,)  # in a tuple, so that it is not a child: it may be the module itself
 
     def forward(self, *args: Any) -> Any:
-        return self.f(*args)
+        return self._f[0](*args)
 
 
 class Equation:
@@ -173,6 +175,11 @@ def reachable(value: Tensor, stops: list[Tensor]) -> list[Tensor]:
 
 def differentiable_args(args: tuple[Any, ...]) -> list[Tensor]:
     return [t for t in tensors_in(args) if t.requires_grad]
+
+
+def twice_differentiable() -> AbstractContextManager[Any]:
+    """Evaluate f so that its derivatives can be differentiated: fused attention has no second derivative."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def refuse_transforms(name: str) -> None:

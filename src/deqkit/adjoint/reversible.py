@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, refuse_transforms
 from deqkit.solve import FixedPointIteration, Solution, Tolerance, fixed_point
-from deqkit.solve._packing import Packing, tensors_in
+from deqkit.solve._packing import Packing
 
 # B samples, P groups of positions, N numbers in a group
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqkit.adjoint._graph import transposed_product
+from deqkit.adjoint._graph import transposed_product, twice_differentiable
 from deqkit.solve._packing import Packing
 
 # B samples, P = 1, N numbers in a state, M Krylov vectors
@@ -102,7 +102,7 @@ def spectral_radius(
 def _evaluate(f: Callable[..., Any], z: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     packing = Packing.of(z, causal=False)
     at_BPN = packing.pack(z).detach().clone().requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), twice_differentiable():
         return packing.pack(f(packing.unpack(at_BPN), *args)), at_BPN
 
 

@@ -6,6 +6,7 @@ Samples advance on their own: while one probes f along its next basis vector, an
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -42,14 +43,14 @@ class KrylovState:
 
 def init_krylov(z_BN: Tensor, room: int) -> KrylovState:
     size, width = z_BN.shape
-    small = dict(dtype=torch.float64, device=z_BN.device)
+    zeros = functools.partial(torch.zeros, dtype=torch.float64, device=z_BN.device)
     return KrylovState(
         base_z_BN=z_BN,
         base_f_BN=z_BN,
         norm_B=z_BN.new_full((size,), float("inf")),
         basis_BMN=z_BN.new_zeros(size, min(room, 8) + 1, width),
-        hessenberg_BMM=torch.zeros(size, room + 1, room, **small),
-        projection_BM=torch.zeros(size, room + 1, **small),
+        hessenberg_BMM=zeros(size, room + 1, room),
+        projection_BM=zeros(size, room + 1),
         index_B=torch.zeros(size, dtype=torch.int64, device=z_BN.device),
         probing_B=torch.zeros(size, dtype=torch.bool, device=z_BN.device),
         reach_B=z_BN.new_zeros(size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -70,12 +71,12 @@ class Broyden(AbstractSolver):
     def init(self, z_BPN: Tensor, tol: Tolerance) -> BroydenMemory:
         size, groups, width = z_BPN.shape
         room = min(self.memory, 8)
-        small = dict(dtype=torch.float64, device=z_BPN.device)
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=z_BPN.device)
         return BroydenMemory(
             dz_BPMN=z_BPN.new_empty(size, groups, room, width),
             df_BPMN=z_BPN.new_empty(size, groups, room, width),
-            k_BPMM=torch.zeros(size, groups, room, room, **small),
-            squares_BPM=torch.zeros(size, groups, room, **small),
+            k_BPMM=zeros(size, groups, room, room),
+            squares_BPM=zeros(size, groups, room),
         )
 
     def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: BroydenMemory) -> tuple[Tensor, BroydenMemory]:
