@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.adjoint._graph import WithParameters, refuse_transforms
-from deqkit.solve import AbstractSolver, Anderson, Fallback, Solution, Status, Tolerance, fixed_point
+from deqkit.solve import AbstractSolver, Broyden, Fallback, Solution, Status, Tolerance, fixed_point
 from deqkit.solve._fixed_point import join
 from deqkit.solve._solution import raise_if_failed
 
@@ -45,7 +45,7 @@ class DEQ(nn.Module):
         """
         Args:
             cell: the function whose fixed point is wanted; an `nn.Module`, or any callable.
-            solver: forward solver; `Anderson()` if left out. Not for adjoints that iterate by themselves.
+            solver: forward solver; `Broyden()` if left out. Not for adjoints that iterate by themselves.
             tol: forward tolerance; `Tolerance()` if left out.
             max_steps: upper bound on the evaluations of the cell in one forward solve; 40 if left out.
             adjoint: how gradients are computed; `Implicit()` if left out.
@@ -102,7 +102,7 @@ class DEQ(nn.Module):
                 fixed_point,
                 f,
                 args=args,
-                solver=solver or self.solver or Anderson(),
+                solver=solver or self.solver or Broyden(),
                 throw=False,
                 compact=self.compact,
                 check_every=self.check_every,
@@ -137,5 +137,5 @@ class DEQ(nn.Module):
         return f"DEQ({type(self.cell).__name__})"
 
     def extra_repr(self) -> str:
-        parts = [] if self.adjoint.owns_forward else [f"solver={self.solver or Anderson()}"]
+        parts = [] if self.adjoint.owns_forward else [f"solver={self.solver or Broyden()}"]
         return ", ".join([*parts, f"tol={self.tol}", f"max_steps={self.max_steps}", f"adjoint={self.adjoint}"])

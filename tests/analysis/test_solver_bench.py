@@ -214,7 +214,7 @@ def test_a_cheaper_but_less_exact_gradient_does_not_hold_the_bar():
     rows = [row("torchdeq/fixed_point_iter", cost=100.0), row(DEFAULT, cost=50.0, grad_error=0.06)]
     bars = summarise([_cell("transformer", rows)])
     assert (bars[0]["value"], bars[0]["holds"]) == (0.5, False)
-    assert (bars[1]["value"], bars[1]["holds"]) == (None, None)
+    assert (bars[1]["value"], bars[1]["holds"]) == (None, False)
 
 
 def test_what_was_not_measured_has_no_verdict():

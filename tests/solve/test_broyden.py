@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from deqkit.solve import Broyden, Status, Tolerance, fixed_point
+from deqkit.solve import Broyden, Tolerance
 from problems import normal, tanh
 
 # N numbers in a state; B is the inverse Jacobian here, as in the paper
@@ -92,57 +91,3 @@ def test_transposed_inverse_matches_the_dense_one():
         b_NN = sherman_morrison(b_NN, iterates[i + 1] - iterates[i], g[i + 1] - g[i])
     v_N = normal(55, 6)
     torch.testing.assert_close(state.apply_transposed(v_N.view(1, 1, -1)).flatten(), -b_NN.mT @ v_N)
-
-
-def transformer_cell(width=32, heads=2):
-    """Post-LN causal block, N(0, 0.05 * sqrt(256 / width)): the gain of the cell in PEERS.md 4, smaller."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator) * 0.05 * (256 / width) ** 0.5
-
-    qkv, inject, project = draw(width, 3 * width), draw(width, 3 * width), draw(width, width)
-    up, down = draw(width, 4 * width), draw(4 * width, width)
-
-    def cell(z_BTD, x_BTD):
-        parts = (z_BTD @ qkv + x_BTD @ inject).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
-        mixed_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        u_BTD = F.layer_norm(z_BTD + mixed_BTD @ project, (width,))
-        return F.layer_norm(u_BTD + F.relu(u_BTD @ up) @ down, (width,))
-
-    return cell, torch.randn(2, 48, width, generator=generator)
-
-
-@pytest.mark.parametrize("group", ["sample", "prefix"])
-@pytest.mark.parametrize("memory", [3, 10])
-def test_limited_memory_is_stable_on_a_transformer_cell(memory, group):
-    """torchdeq's Broyden with 3 or 10 vectors is nan on this cell (PEERS.md 1.5, 2)."""
-    cell, x_BTD = transformer_cell()
-    solution = fixed_point(
-        cell,
-        torch.zeros_like(x_BTD),
-        (x_BTD,),
-        solver=Broyden(memory=memory, group=group),
-        tol=Tolerance(rtol=1e-5),
-        max_steps=300,
-        trace=True,
-    )
-    assert solution.status is Status.CONVERGED
-    assert solution.trace is not None
-    assert all(trace.isfinite().all() and trace.max() < 3 for trace in solution.trace)
-
-
-def test_the_transformer_cell_is_hard_enough_for_that():
-    torchdeq = pytest.importorskip("torchdeq.solver", reason="needs the bench extra")
-    cell, x_BTD = transformer_cell()
-    for memory in (3, 10):
-        z_BTD, _, _ = torchdeq.broyden_solver(
-            lambda z: cell(z, x_BTD),
-            torch.zeros_like(x_BTD),
-            max_iter=80,
-            tol=1e-5,
-            stop_mode="rel",
-            LBFGS_thres=memory,
-        )
-        assert z_BTD.isnan().any()

@@ -1,5 +1,7 @@
 """A sample's result depends on that sample alone: not on its batch, on compaction or on when verdicts are read."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -135,7 +137,7 @@ def test_fallback_does_not_make_a_stalled_sample_wait_for_a_slow_one(following):
     """The stalled sample has 17 evaluations left whatever its neighbour does. Found as a bug: budgets were shared."""
     solver = Fallback(FixedPointIteration(), following)
     gains_B = torch.tensor([1.0, 0.9999]).double()
-    options = dict(solver=solver, tol=Tolerance(rtol=1e-6), max_steps=40, throw=False, compact=False)
+    options: dict[str, Any] = dict(solver=solver, tol=Tolerance(rtol=1e-6), max_steps=40, throw=False, compact=False)
     z0_BN = torch.zeros(2, 2).double()
     alone = fixed_point(rotating_and_slow, z0_BN[:1], (gains_B[:1],), **options)
     together = fixed_point(rotating_and_slow, z0_BN, (gains_B,), **options)

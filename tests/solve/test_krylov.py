@@ -1,6 +1,7 @@
 """Optimality on affine problems, where Anderson's method and GMRES have theory, and freedom from units."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_units_do_not_matter_in_float32(solver, scale):
     """Backward systems have right-hand sides of any size; torchdeq's absolute ridge stalls at 1e-8."""
     problem = contraction(norm=0.95, batch=3, size=10, seed=64, dtype=torch.float32)
     a_BNN, b_BN = problem.args
-    options = dict(solver=solver, tol=Tolerance(rtol=1e-5), max_steps=120)
+    options: dict[str, Any] = dict(solver=solver, tol=Tolerance(rtol=1e-5), max_steps=120)
     plain = fixed_point(problem.f, problem.z0, (a_BNN, b_BN), **options)
     scaled = fixed_point(problem.f, problem.z0, (a_BNN, scale * b_BN), **options)
     assert plain.num_evals.tolist() == scaled.num_evals.tolist()
@@ -125,7 +126,7 @@ def test_units_do_not_matter_in_float32(solver, scale):
 def test_powers_of_two_scale_every_bit(make, group):
     problem = contraction(norm=0.95, batch=2, size=12, seed=65, dtype=torch.float32)
     triangular_BNN = problem.args[0].tril()
-    options = dict(solver=make(group=group), tol=Tolerance(rtol=1e-5), max_steps=120)
+    options: dict[str, Any] = dict(solver=make(group=group), tol=Tolerance(rtol=1e-5), max_steps=120)
     z0_BN1 = problem.z0.unsqueeze(2)
     f = lambda z, a, b: a @ z + b  # noqa: E731
     b_BN1 = problem.args[1].unsqueeze(2)

@@ -1,12 +1,14 @@
 """Causal acceleration: with group="prefix" no later token changes an earlier position, whatever the solve is doing."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import pytest
 import torch
 
 from deqkit.solve import Anderson, Broyden, Fallback, FixedPointIteration, Status, Tolerance, fixed_point
-from problems import causal_attention, causal_mixing
+from problems import causal_attention, causal_mixing, normal
 
 # B samples, T positions, D width
 
@@ -21,19 +23,22 @@ FALLBACK = Fallback(FixedPointIteration(group="prefix"), Anderson(group="prefix"
 CUT = 5  # tokens from here on are changed
 
 
+@functools.cache
 def problem_and_changed_tokens(gain=2.5, length=9):
     """A causal attention map, stiff enough to take some 30 steps, and inputs that differ from position CUT on."""
     problem = causal_attention(torch.float64, batch=2, length=length, gain=1.0)
     x_BTD = gain * problem.args[0]
     changed_BTD = x_BTD.clone()
-    changed_BTD[:, CUT:] = 5 * torch.randn(2, length - CUT, 4, dtype=torch.float64)
+    changed_BTD[:, CUT:] = 5 * normal(70, 2, length - CUT, 4)
     return problem.f, problem.z0, x_BTD, changed_BTD
 
 
 def leak(solver, *, max_steps, tol, compact=False, check_every=1):
     """Largest change at positions before CUT."""
     f, z0_BTD, x_BTD, changed_BTD = problem_and_changed_tokens()
-    options = dict(solver=solver, tol=tol, max_steps=max_steps, throw=False, compact=compact, check_every=check_every)
+    options: dict[str, Any] = dict(
+        solver=solver, tol=tol, max_steps=max_steps, throw=False, compact=compact, check_every=check_every
+    )
     before = fixed_point(f, z0_BTD, (x_BTD,), **options).z[:, :CUT]
     after = fixed_point(f, z0_BTD, (changed_BTD,), **options).z[:, :CUT]
     return (before - after).abs().max().item()
@@ -79,7 +84,9 @@ def test_nan_at_a_later_position_leaves_the_earlier_ones_alone(name):
         fz_BTD[0, CUT:] = float("nan")
         return fz_BTD
 
-    options = dict(solver=CAUSAL[name], tol=Tolerance(rtol=1e-8), max_steps=100, throw=False, compact=False)
+    options: dict[str, Any] = dict(
+        solver=CAUSAL[name], tol=Tolerance(rtol=1e-8), max_steps=100, throw=False, compact=False
+    )
     clean, solution = fixed_point(f, z0_BTD, (x_BTD,), **options), fixed_point(poisoned, z0_BTD, (x_BTD,), **options)
     assert torch.equal(solution.z[0, :CUT], clean.z[0, :CUT])
     assert torch.equal(solution.z[1], clean.z[1])
@@ -92,28 +99,25 @@ def early_then_late(z_BTD, x_BTD):
     return torch.cat((first_BD.unsqueeze(1), 0.5 * z_BTD[:, 1:] + x_BTD[:, 1:]), dim=1)
 
 
-def test_fallback_does_not_leak():
-    """Which solver's point is kept must be decided per position, not by the residual of the whole sample."""
-    x_BTD = torch.ones(1, 4, 2).double()
+@pytest.mark.parametrize("later", [1e-3, 1e3, float("inf"), float("nan")])
+def test_fallback_does_not_leak(later):
+    """Whether to go on, for how long and which solver's point is kept must be decided per position."""
     z0_BTD = torch.full((1, 4, 2), 0.3).double()
-    results = []
-    for later in (1.0, 1e-3, 1e3, float("inf")):
-        changed_BTD = x_BTD.clone()
-        changed_BTD[:, 2:] = later
-        options = dict(solver=FALLBACK, tol=Tolerance(rtol=1e-9, patience=5), throw=False, compact=False)
-        for max_steps in (14, 16, 18, 60):
-            results.append(
-                fixed_point(early_then_late, z0_BTD, (changed_BTD,), max_steps=max_steps, **options).z[:, :2]
-            )
-    for first, other in ((results[i % 4], results[i]) for i in range(4, len(results))):
-        assert torch.equal(first, other)
+    options: dict[str, Any] = dict(solver=FALLBACK, tol=Tolerance(rtol=1e-9, patience=5), throw=False, compact=False)
+    for max_steps in range(5, 50, 3):
+        results = []
+        for x in (1.0, later):
+            x_BTD = torch.ones(1, 4, 2).double()
+            x_BTD[:, 2:] = x
+            results.append(fixed_point(early_then_late, z0_BTD, (x_BTD,), max_steps=max_steps, **options).z[:, :2])
+        assert torch.equal(*results), max_steps
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_first_positions_do_not_know_how_long_the_sequence_is(name):
     """A solve of the prefix alone gives the prefix of the solve: what cached decoding relies on."""
     problem = causal_mixing(torch.float64, length=8)
-    options = dict(solver=CAUSAL[name], tol=Tolerance(rtol=1e-6), throw=False, compact=False)
+    options: dict[str, Any] = dict(solver=CAUSAL[name], tol=Tolerance(rtol=1e-6), throw=False, compact=False)
     for max_steps in (2, 6, 100):
         whole = fixed_point(problem.f, problem.z0, problem.args, max_steps=max_steps, **options)
         part = fixed_point(problem.f, problem.z0[:, :3], (problem.args[0][:, :3],), max_steps=max_steps, **options)
@@ -124,10 +128,10 @@ def test_first_positions_do_not_know_how_long_the_sequence_is(name):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_converges_to_the_floor_of_the_dtype(name, dtype):
     """A prototype stalled at 1e-3 once the first positions had converged."""
-    problem = causal_attention(dtype, length=12, gain=1.5)
+    problem = causal_attention(dtype, length=12, gain=1.1)
     rtol = 8 * torch.finfo(dtype).eps
     solution = fixed_point(
-        problem.f, problem.z0, problem.args, solver=CAUSAL[name], tol=Tolerance(rtol=rtol), max_steps=400
+        problem.f, problem.z0, problem.args, solver=CAUSAL[name], tol=Tolerance(rtol=rtol), max_steps=600
     )
     error_BT = (solution.z - problem.z_star).norm(dim=2) / problem.z_star.norm(dim=2)
     assert error_BT.max() < 100 * rtol
@@ -149,7 +153,7 @@ def test_every_position_is_converged_on_its_own():
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])
 def test_no_more_evaluations_than_grouping_by_sample(name):
-    problem = causal_attention(torch.float64, batch=4, length=16, gain=1.5)
+    problem = causal_attention(torch.float64, batch=4, length=16, gain=1.2)
     by_prefix = CAUSAL[name]
     by_sample = dataclasses.replace(by_prefix, group="sample")
     prefix, sample = (

@@ -89,8 +89,8 @@ def _cell_table(cell: Mapping[str, Any]) -> Table:
     unit = "not measured" if cell["f_seconds"] is None else f"{1e3 * cell['f_seconds']:.2f} ms"
     table = Table(
         title=f"{cell['cell']}: one f of the whole batch {unit}, state {cell['state_bytes'] / 2**20:.2f} MiB",
-        caption="f, vjp: calls (and samples in them); *: tolerance not reached; cost: in units of f; "
-        "outside: of the time, not in f or products",
+        caption="f, vjp: calls (samples in them); *: tolerance not reached; cost: in units of f; "
+        "outside: time not in f or vjp",
         **STYLE,
     )
     table.add_column("method", no_wrap=True)

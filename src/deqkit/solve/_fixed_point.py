@@ -14,7 +14,7 @@ from deqkit.solve._packing import Packing, check_batch_first, select
 from deqkit.solve._solution import Solution, Status, raise_if_failed
 from deqkit.solve._solver import AbstractSolver
 from deqkit.solve._tolerance import Tolerance
-from deqkit.solve.anderson import Anderson
+from deqkit.solve.broyden import Broyden
 from deqkit.solve.fallback import Fallback
 
 # B samples still in the batch, P groups of positions, N numbers in a group
@@ -42,7 +42,7 @@ def fixed_point(
         f: one fixed function of the state; it must keep the state's structure, shapes, dtype and device.
         z0: the start, a tensor or a tuple or dict of tensors, batch first.
         args: further arguments of f whose tensors are batch first. Tensors that all samples share are closed over.
-        solver: how the next point is proposed; `Anderson()` if left out.
+        solver: how the next point is proposed; `Broyden()` if left out.
         tol: when a sample counts as solved; `Tolerance()` if left out.
         max_steps: upper bound on the evaluations of f.
         throw: raise unless every sample converged. With False, read `solution.status`.
@@ -63,7 +63,7 @@ def fixed_point(
         raise ValueError(f"check_every must be at least 1, got {check_every}")
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple of the further arguments of f, got {type(args).__name__}")
-    solver = Anderson() if solver is None else solver
+    solver = Broyden() if solver is None else solver
     packing = Packing.of(z0, causal=solver.group == "prefix")
     check_batch_first(args, packing.batch_size)
     options = LoopOptions(

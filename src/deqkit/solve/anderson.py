@@ -37,7 +37,8 @@ class Anderson(AbstractSolver):
     memory: int = 5
     """How many differences are kept."""
     mixing: float = 1.0
-    """Weight of the new residual in the step. 0.5 helps where J has large negative eigenvalues (trained cells)."""
+    """Weight of the new residual in the step, in (0, 1]. Less than 1 helps where J has large negative eigenvalues, as in
+    cells trained without a penalty; where f contracts it costs evaluations."""
     ridge: float | None = None
     """Regularisation relative to the problem: added to the unit diagonal of the scaled Gram matrix. None follows
     the dtype (10 times its rounding)."""

@@ -61,6 +61,8 @@ class Broyden(AbstractSolver):
     damping: float = 1.0
     """Step size, in (0, 1]."""
     group: str = "sample"
+    """As for `Anderson`: with `"prefix"` position t has its own inverse, from inner products over positions up to t,
+    so that nothing at t depends on later tokens (for a causal f). Without it, unconverged positions do."""
 
     def __post_init__(self) -> None:
         if self.memory < 1:

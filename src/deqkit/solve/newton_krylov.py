@@ -26,7 +26,7 @@ class NewtonKrylov(AbstractSolver):
     a higher price than Anderson or Broyden where those converge. It needs float32 or better. Not causal.
     """
 
-    inner_steps: int = 20
+    inner_steps: int = 30
     """Products with J at most before a step is taken."""
     forcing: float = 0.1
     """How well each linear system is solved: reduction of its residual, in (0, 1)."""
