@@ -28,18 +28,17 @@ radius = spectral_radius(cell, z, (x,))
 print(f"spectral radius of J: {radius.min():.2f} to {radius.max():.2f} (plain iteration needs less than 1)\n")
 
 print("solver                          evaluations  verdict")
-solvers: list[AbstractSolver] = [
-    FixedPointIteration(),
-    FixedPointIteration(damping=0.5),
-    Anderson(),
-    Anderson(mixing=0.5),
-    Broyden(),
-    NewtonKrylov(),
-]
-for solver in solvers:
+solvers: dict[str, AbstractSolver] = {
+    "FixedPointIteration()": FixedPointIteration(),
+    "FixedPointIteration(damping=.5)": FixedPointIteration(damping=0.5),
+    "Anderson()": Anderson(),
+    "Anderson(mixing=0.5)": Anderson(mixing=0.5),
+    "Broyden()": Broyden(),
+    "NewtonKrylov()": NewtonKrylov(),
+}
+for name, solver in solvers.items():
     solution = fixed_point(cell, torch.zeros_like(x), (x,), solver=solver, tol=tol, max_steps=200, throw=False)
-    label = repr(solver).split(", ridge")[0].split(", group")[0].split("(group")[0]
-    print(f"{label[:30]:30}  {solution.num_evals.float().mean():11.1f}  {solution.status.name}")
+    print(f"{name:31} {solution.num_evals.float().mean():11.1f}  {solution.status.name}")
 
 
 def gradient(adjoint: AbstractAdjoint, solver: AbstractSolver | None = None) -> tuple[Tensor, str]:

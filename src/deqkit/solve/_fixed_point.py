@@ -135,13 +135,20 @@ def iterate(
     """Run the loop on a packed state; with a `Fallback`, once for every solver that is needed."""
     if not isinstance(solver, Fallback):
         return Loop(make_problem(), z_BPN, solver, options, packing).run()
-    total = Loop(make_problem(), z_BPN, solver.solvers[0], options, packing).run()
-    for following in solver.solvers[1:]:
-        left = options.max_steps - int(total.num_evals.max()) if total.num_evals.numel() else 0
-        if left < 2 or not bool((total.codes >= Status.STALLED.severity).any()):
+    impatient = dataclasses.replace(options.tol, patience=min(solver.patience, options.tol.patience))
+    total: Solution | None = None
+    for following in solver.solvers:
+        tol = options.tol if following is solver.solvers[-1] else impatient
+        left = options.max_steps if total is None else options.max_steps - int(total.num_evals.amax())
+        start_BPN = z_BPN if total is None else total.z
+        run = Loop(
+            make_problem(), start_BPN, following, dataclasses.replace(options, tol=tol, max_steps=left), packing
+        ).run()
+        total = run if total is None else join(total, run)
+        failed_B = total.codes >= Status.STALLED.severity
+        if not bool(failed_B.any()) or options.max_steps - int(total.num_evals.amax()) < 2:
             break
-        again = Loop(make_problem(), total.z, following, dataclasses.replace(options, max_steps=left), packing).run()
-        total = join(total, again)
+    assert total is not None
     return total
 
 

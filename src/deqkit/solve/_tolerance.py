@@ -24,7 +24,7 @@ class Tolerance:
     """Allowed residual in absolute terms; needed only where the fixed point itself may be zero."""
     per_token: bool = False
     """Read `atol` as a norm per token: it is multiplied by sqrt(T), T the length of axis 1 of the state."""
-    patience: int = 20
+    patience: int = 50
     """Evaluations without a new best residual (by a tenth of a percent) before a sample is called STALLED."""
 
     def __post_init__(self) -> None:

@@ -86,14 +86,13 @@ class Broyden(AbstractSolver):
             state.last = (z_BPN, fz_BPN)
             return torch.lerp(z_BPN, fz_BPN, self.damping), state
 
-        g_BPN = fz_BPN - z_BPN
-        dots_BPM = self._remember(state, z_BPN, fz_BPN, g_BPN)
+        dots_BPM = self._remember(state, z_BPN, fz_BPN)
         n = state.used
         weights_BPM = state.solve(state.k_BPMM[:, :, :n, :n], dots_BPM)
         full_BPN = subtract_combination(fz_BPN, -weights_BPM, state.df_BPMN[:, :, :n])
         return (full_BPN if self.damping == 1 else torch.lerp(z_BPN, full_BPN, self.damping)), state
 
-    def _remember(self, state: BroydenMemory, z_BPN: Tensor, fz_BPN: Tensor, g_BPN: Tensor) -> Tensor:
+    def _remember(self, state: BroydenMemory, z_BPN: Tensor, fz_BPN: Tensor) -> Tensor:
         """Put the newest pair in the place of the oldest; returns S'g."""
         assert state.last is not None
         if state.count == state.k_BPMM.shape[2] < self.memory:
@@ -108,8 +107,10 @@ class Broyden(AbstractSolver):
 
         # Two passes over the memory give the newest row and column of K and the right-hand side.
         row_BPM = (dz_BPN.unsqueeze(2) @ state.df_BPMN[:, :, :n].mT).squeeze(2)
-        columns_BP2N = torch.stack((df_BPN - dz_BPN, g_BPN), dim=2)
-        columns_BP2M = columns_BP2N @ state.dz_BPMN[:, :, :n].mT
+        pair_BP2N = torch.empty_like(z_BPN.unsqueeze(2).expand(-1, -1, 2, -1), memory_format=torch.contiguous_format)
+        torch.sub(df_BPN, dz_BPN, out=pair_BP2N[:, :, 0])
+        torch.sub(fz_BPN, z_BPN, out=pair_BP2N[:, :, 1])
+        columns_BP2M = pair_BP2N @ state.dz_BPMN[:, :, :n].mT
         square_BP = torch.linalg.vector_norm(dz_BPN, dim=2).square()
         small_BPS = torch.cat((row_BPM, columns_BP2M.flatten(2), square_BP.unsqueeze(2)), dim=2).double()
         if self.group == "prefix":
