@@ -33,7 +33,6 @@ SOLVERS = {
     "gmres": GMRES(),
     "gmres-restarted": GMRES(restart=3),
     "fallback": Fallback(Anderson(), NewtonKrylov()),
-    "fallback-prefix": Fallback(Anderson(group="prefix"), FixedPointIteration(damping=0.4, group="prefix")),
 }
 
 

@@ -92,9 +92,7 @@ def loss_of(z: Tensor) -> Tensor:
     return (weights * z.sin()).sum() + (weights * z).square().sum()
 
 
-def gradients(
-    run: Callable[[], Tensor], inputs: Sequence[Tensor], *, create_graph: bool = False
-) -> tuple[Tensor, ...]:
+def gradients(run: Callable[[], Tensor], inputs: Sequence[Tensor], *, create_graph: bool = False) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss_of(run()), inputs, create_graph=create_graph)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from adjoint.cells import (
     EXACT,
     TIGHT,
@@ -13,7 +14,6 @@ from adjoint.cells import (
     relative_error,
     solve_tightly,
 )
-
 from deqkit import DEQ, NonFiniteError, Status, Tolerance
 from deqkit.adjoint import Implicit, OneStep, ReuseForward
 from deqkit.solve import Anderson, Broyden, FixedPointIteration
@@ -44,7 +44,9 @@ def test_the_residual_it_reports_is_the_true_one():
     for i in range(3):
         jacobian = torch.autograd.functional.jacobian(lambda s, i=i: cell(s, x[i]), z[i].detach())
         right = y[i] @ jacobian + v[i]
-        torch.testing.assert_close(solution.backward.residual[i], (right - y[i]).norm() / right.norm(), rtol=1e-8, atol=0)
+        torch.testing.assert_close(
+            solution.backward.residual[i], (right - y[i]).norm() / right.norm(), rtol=1e-8, atol=0
+        )
 
 
 @pytest.mark.parametrize("backward", [None, 4], ids=["forward", "backward"])
@@ -116,7 +118,9 @@ def test_compaction_leaves_the_gradient_as_it_is(rates):
     x, rate = RatedCell.batch(*rates)
     x.requires_grad_()
     grads = [
-        gradients(lambda c=c: solve_tightly(cell, Implicit(tol=TIGHT, max_steps=400, compact=c))(x, rate), [x, cell.weight])
+        gradients(
+            lambda c=c: solve_tightly(cell, Implicit(tol=TIGHT, max_steps=400, compact=c))(x, rate), [x, cell.weight]
+        )
         for c in (True, False)
     ]
     assert relative_error(grads[0], grads[1]) < 1e-11

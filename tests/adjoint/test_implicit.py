@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from adjoint.cells import (
     BACKWARD_SOLVERS,
     TIGHT,
@@ -14,7 +15,6 @@ from adjoint.cells import (
     relative_error,
     solve_tightly,
 )
-
 from deqkit import Status, Tolerance
 from deqkit.adjoint import Implicit, Unrolled
 from deqkit.solve import Anderson, Fallback, NewtonKrylov

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+
 from adjoint.cells import (
     FULL_BUDGET,
     RatedCell,
@@ -15,7 +16,6 @@ from adjoint.cells import (
     relative_error,
     solve_tightly,
 )
-
 from deqkit import DEQ, NumericalWarning, Tolerance
 from deqkit.adjoint import Reversible, Unrolled
 from deqkit.solve import Anderson

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from adjoint.cells import (
     TIGHT,
     RatedCell,
@@ -15,8 +17,6 @@ from adjoint.cells import (
     relative_error,
     solve_tightly,
 )
-from torch import Tensor, nn
-
 from deqkit import DEQ, Tolerance
 from deqkit.adjoint import Implicit, OneStep, Phantom, ReuseForward, Reversible, Unrolled
 from deqkit.solve import Broyden

@@ -134,7 +134,7 @@ def rotating_and_slow(z_BN: torch.Tensor, gain_B: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("following", [Anderson(), Broyden(), NewtonKrylov()], ids=lambda s: type(s).__name__)
 def test_fallback_does_not_make_a_stalled_sample_wait_for_a_slow_one(following):
-    """The stalled sample has 17 evaluations left whatever its neighbour does. Found as a bug: budgets were shared."""
+    """The stalled sample has half its budget left whatever its neighbour does. Was a bug: budgets were shared."""
     solver = Fallback(FixedPointIteration(), following)
     gains_B = torch.tensor([1.0, 0.9999]).double()
     options: dict[str, Any] = dict(solver=solver, tol=Tolerance(rtol=1e-6), max_steps=40, throw=False, compact=False)

@@ -125,6 +125,14 @@ def test_no_gradient_is_recorded_and_nothing_is_written():
     assert torch.equal(z0, torch.zeros(2, 3)) and torch.equal(x, torch.ones(2, 3))
 
 
+# Open bug: a start that is solved already is handed back itself.
+def test_the_result_does_not_share_memory_with_the_start():
+    z0 = torch.full((2, 3), 2.0)
+    solution = fixed_point(lambda z: 0.5 * z + 1, z0)
+    solution.z.add_(1)
+    assert torch.equal(z0, torch.full((2, 3), 2.0))
+
+
 def test_per_token_is_the_paper_s_tolerance():
     """eps = sqrt(T) * 1e-5 on the norm over a sample; halving residuals show which step is the first below it."""
     for length in (1, 4, 100):

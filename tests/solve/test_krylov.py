@@ -9,7 +9,7 @@ import scipy.sparse.linalg
 import torch
 
 from deqkit.solve import GMRES, Anderson, Broyden, NewtonKrylov, Status, Tolerance, fixed_point
-from problems import affine_map, contraction, expansive, non_normal
+from problems import affine_map, contraction, expansive, non_normal, normal
 
 # B samples, N numbers in a state
 
@@ -39,12 +39,13 @@ def test_gmres_ends_after_as_many_steps_as_unknowns(problem):
     assert solution.status is Status.CONVERGED
 
 
-def reference_residuals(a_NN, b_N):
+def reference_residuals(a_NN, b_N, z0_N):
     """Norms of scipy's GMRES on (I - A) z = b after each product."""
     norms = []
     scipy.sparse.linalg.gmres(
         np.eye(len(b_N)) - a_NN.numpy(),
         b_N.numpy(),
+        x0=z0_N.numpy(),
         rtol=1e-12,
         restart=len(b_N),
         maxiter=1,
@@ -54,14 +55,17 @@ def reference_residuals(a_NN, b_N):
     return np.array(norms) * float(b_N.norm())  # scipy reports them relative to b
 
 
-def test_gmres_needs_no_more_products_than_scipy_s():
+@pytest.mark.parametrize("start", [0.0, 100.0])
+def test_gmres_needs_no_more_products_than_scipy_s(start):
+    """From far away too, where the size of the solution, and with it the tolerance, is not that of the start."""
     problem = contraction(norm=0.95, batch=3, size=20, seed=61)
+    a_BNN, b_BN = problem.args
+    z0_BN = start * normal(66, 3, 20)
     for rtol in (1e-2, 1e-4, 1e-8):
-        solution = fixed_point(problem.f, problem.z0, problem.args, solver=GMRES(), tol=Tolerance(rtol=rtol))
+        solution = fixed_point(problem.f, z0_BN, problem.args, solver=GMRES(), tol=Tolerance(rtol=rtol))
         for sample in range(3):
-            a_NN, b_N = problem.args[0][sample], problem.args[1][sample]
             bound = 0.95 * rtol * float(problem.f(solution.z, *problem.args)[sample].norm())
-            products = 1 + int(np.argmax(reference_residuals(a_NN, b_N) <= bound))
+            products = 1 + int(np.argmax(reference_residuals(a_BNN[sample], b_BN[sample], z0_BN[sample]) <= bound))
             # One evaluation for f(z0), one for each product, one to measure the result; the size of f(z) is a guess.
             assert solution.num_evals[sample] - (products + 2) in (-1, 0, 1)
 
@@ -133,6 +137,18 @@ def test_powers_of_two_scale_every_bit(make, group):
     plain = fixed_point(f, z0_BN1, (triangular_BNN, b_BN1), **options)
     scaled = fixed_point(f, z0_BN1, (triangular_BNN, 2.0**-27 * b_BN1), **options)
     assert torch.equal(scaled.z, 2.0**-27 * plain.z)
+
+
+# Open bug: squares underflow in float32, so the residual is measured as 0.
+@pytest.mark.parametrize("solver", [Anderson(), Broyden(), GMRES()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("scale", [1e-20, 1e-25])
+def test_tiny_numbers_do_not_pass_for_solved(solver, scale):
+    problem = contraction(norm=0.95, batch=2, size=10, seed=67, dtype=torch.float32)
+    a_BNN, b_BN = problem.args[0], scale * problem.args[1]
+    solution = fixed_point(problem.f, problem.z0, (a_BNN, b_BN), solver=solver, tol=Tolerance(rtol=1e-5), throw=False)
+    fz_BN = problem.f(solution.z, a_BNN, b_BN).double()
+    true_B = (fz_BN - solution.z.double()).norm(dim=1) / fz_BN.norm(dim=1)
+    assert solution.status is not Status.CONVERGED or (true_B < 2e-5).all()
 
 
 def test_newton_krylov_halves_steps_that_go_too_far():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deqkit.solve import Anderson, Broyden, Fallback, FixedPointIteration, Status, Tolerance, fixed_point
+from deqkit.solve import Anderson, Broyden, FixedPointIteration, Status, Tolerance, fixed_point
 from problems import causal_attention, causal_mixing, normal
 
 # B samples, T positions, D width
@@ -19,7 +19,6 @@ CAUSAL = {
     "broyden": Broyden(group="prefix"),
     "broyden-damped": Broyden(group="prefix", memory=3, damping=0.7),
 }
-FALLBACK = Fallback(FixedPointIteration(group="prefix"), Anderson(group="prefix"))
 CUT = 5  # tokens from here on are changed
 
 
@@ -91,26 +90,6 @@ def test_nan_at_a_later_position_leaves_the_earlier_ones_alone(name):
     assert torch.equal(solution.z[0, :CUT], clean.z[0, :CUT])
     assert torch.equal(solution.z[1], clean.z[1])
     assert solution.sample_status == (Status.NONFINITE, Status.CONVERGED)
-
-
-def early_then_late(z_BTD, x_BTD):
-    """Position 0 turns in circles under plain iteration and never settles; later ones are driven by x alone."""
-    first_BD = torch.stack((-z_BTD[:, 0, 1], z_BTD[:, 0, 0]), dim=-1) + 1
-    return torch.cat((first_BD.unsqueeze(1), 0.5 * z_BTD[:, 1:] + x_BTD[:, 1:]), dim=1)
-
-
-@pytest.mark.parametrize("later", [1e-3, 1e3, float("inf"), float("nan")])
-def test_fallback_does_not_leak(later):
-    """Whether to go on, for how long and which solver's point is kept must be decided per position."""
-    z0_BTD = torch.full((1, 4, 2), 0.3).double()
-    options: dict[str, Any] = dict(solver=FALLBACK, tol=Tolerance(rtol=1e-9, patience=5), throw=False, compact=False)
-    for max_steps in range(5, 50, 3):
-        results = []
-        for x in (1.0, later):
-            x_BTD = torch.ones(1, 4, 2).double()
-            x_BTD[:, 2:] = x
-            results.append(fixed_point(early_then_late, z0_BTD, (x_BTD,), max_steps=max_steps, **options).z[:, :2])
-        assert torch.equal(*results), max_steps
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqkit.solve._loop import Loop, LoopOptions, Problem
+from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
 from deqkit.solve._packing import Packing, check_batch_first, select
 from deqkit.solve._solution import Solution, Status, raise_if_failed
 from deqkit.solve._solver import AbstractSolver
@@ -75,7 +75,8 @@ def fixed_point(
         keep_solver_state=keep_solver_state,
     )
     with torch.no_grad():
-        solution = iterate(lambda: FunctionProblem(f, packing, args), packing.pack(z0), solver, options, packing)
+        start_BPN = packing.pack(z0).clone()  # the result must not share memory with the caller's z0
+        solution = iterate(lambda: FunctionProblem(f, packing, args), start_BPN, solver, options, packing)
     solution.z = packing.unpack(solution.z)
     if throw:
         raise_if_failed(solution, where="fixed_point")
@@ -87,16 +88,16 @@ class FunctionProblem:
 
     def __init__(self, f: Callable[..., Any], packing: Packing, args: tuple[Any, ...]) -> None:
         self._f, self._packing, self._args = f, packing, args
-        self._checked = False
+        self._num_checks = 3  # dropout of zeros is zero: an f that draws random numbers is looked at again
         self.can_compact = bool(args)
 
     def evaluate(self, z_BPN: Tensor) -> Tensor:
-        if not self._checked:
-            self._checked = True
-            return self._evaluate_first(z_BPN)
+        if self._num_checks:
+            self._num_checks -= 1
+            return self._evaluate_and_check(z_BPN)
         return self._packing.pack(self._f(self._packing.unpack(z_BPN), *self._args))
 
-    def _evaluate_first(self, z_BPN: Tensor) -> Tensor:
+    def _evaluate_and_check(self, z_BPN: Tensor) -> Tensor:
         """Check what f returns, and whether it draws random numbers that change its value."""
         state = self._packing.unpack(z_BPN)
         before = _random_state(self._packing.device)
@@ -105,10 +106,12 @@ class FunctionProblem:
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         self._packing.check_output(output, z_BPN.shape[0], autocast=autocast)
         fz_BPN = self._packing.pack(output)
-        if not torch.equal(before, _random_state(self._packing.device)):
-            again_BPN = self._packing.pack(self._f(state, *self._args))
-            if not torch.equal(fz_BPN, again_BPN) and not fz_BPN.isnan().any():
-                raise ValueError(NOT_FIXED)
+        if torch.equal(before, _random_state(self._packing.device)):
+            self._num_checks = 0
+            return fz_BPN
+        again_BPN = self._packing.pack(self._f(state, *self._args))
+        if not torch.equal(fz_BPN.nan_to_num(), again_BPN.nan_to_num()):
+            raise ValueError(NOT_FIXED)
         return fz_BPN
 
     def worth_compacting(self, num_left: int, num_now: int) -> bool:
@@ -135,26 +138,30 @@ def iterate(
     """Run the loop on a packed state; with a `Fallback`, once for every solver that is needed."""
     if not isinstance(solver, Fallback):
         return Loop(make_problem(), z_BPN, solver, options, packing).run()
+    *earlier, last = solver.solvers
     impatient = dataclasses.replace(options.tol, patience=min(solver.patience, options.tol.patience))
-    total: Solution | None = None
-    for following in solver.solvers:
-        tol = options.tol if following is solver.solvers[-1] else impatient
-        left = options.max_steps if total is None else options.max_steps - int(total.num_evals.amax())
-        start_BPN = z_BPN if total is None else total.z
-        run = Loop(
-            make_problem(), start_BPN, following, dataclasses.replace(options, tol=tol, max_steps=left), packing
-        ).run()
-        total = run if total is None else join(total, run)
-        failed_B = total.codes >= Status.STALLED.severity
-        if not bool(failed_B.any()) or options.max_steps - int(total.num_evals.amax()) < 2:
+    total = Loop(make_problem(), z_BPN, earlier[0], dataclasses.replace(options, tol=impatient), packing).run()
+    for following in solver.solvers[1:]:
+        budget_B = options.max_steps - total.num_evals
+        open_B = (total.codes >= Status.STALLED.severity) & (budget_B > 1)
+        if not bool(open_B.any()):
             break
-    assert total is not None
+        tol = options.tol if following is last else impatient
+        again = dataclasses.replace(options, tol=tol, max_steps=int(budget_B[open_B].amax()))
+        unfinished = Unfinished(open_B=open_B, budget_B=budget_B)
+        total = join(total, Loop(make_problem(), total.z, following, again, packing, unfinished).run(), open_B)
     return total
 
 
-def join(first: Solution, second: Solution) -> Solution:
-    """The account of two solves in a row, the second of which started from the first one's result."""
-    better_B = (second.residual_norm < first.residual_norm) | first.residual_norm.isnan()
+def join(first: Solution, second: Solution, open_B: Tensor | None = None) -> Solution:
+    """The account of two solves in a row, the second of which started from the first one's result.
+
+    The second solve took on the samples `open_B` only (all of them if left out).
+    """
+    took_B = torch.ones_like(first.codes, dtype=torch.bool) if open_B is None else open_B
+    solved_B = second.codes == Status.CONVERGED.severity
+    lower_B = (second.residual < first.residual) | first.residual.isnan()
+    better_B = took_B & (solved_B | lower_B)
 
     def better(a: Any, b: Any) -> Any:
         if isinstance(a, dict):
@@ -170,7 +177,7 @@ def join(first: Solution, second: Solution) -> Solution:
         z=better(first.z, second.z),
         residual=better(first.residual, second.residual),
         residual_norm=better(first.residual_norm, second.residual_norm),
-        codes=second.codes,
+        codes=torch.where(took_B, second.codes, first.codes),
         num_steps=better(first.num_steps, first.num_evals + second.num_steps),
         num_evals=first.num_evals + second.num_evals,
         amplification=torch.where(second.amplification.isnan(), first.amplification, second.amplification),

@@ -51,12 +51,24 @@ class LoopOptions:
     keep_solver_state: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """Samples that an earlier solver left unsolved, and the evaluations each of them has left."""
+
+    open_B: Tensor
+    budget_B: Tensor
+
+
 @dataclasses.dataclass
 class _Batch:
     """What the loop knows about each sample in the batch. Every tensor is batch first."""
 
     sample_B: Tensor
     """Where the sample stands in the caller's batch."""
+    budget_B: Tensor
+    first_scale_BP: Tensor
+    largest_BP: Tensor
+    """||f(z)|| at the start, and the largest residual so far: together they tell a z that has run away."""
     z_BPN: Tensor | None
     best_z_BPN: Tensor
     best_BP: Tensor
@@ -79,7 +91,13 @@ class Loop:
     """One pass over a batch with one solver. `run` may be called once."""
 
     def __init__(
-        self, problem: Problem, z_BPN: Tensor, solver: AbstractSolver, options: LoopOptions, packing: Packing
+        self,
+        problem: Problem,
+        z_BPN: Tensor,
+        solver: AbstractSolver,
+        options: LoopOptions,
+        packing: Packing,
+        unfinished: Unfinished | None = None,
     ) -> None:
         self._problem, self._solver, self._options, self._packing = problem, solver, options, packing
         self._patience = options.tol.patience + solver.num_probes
@@ -90,22 +108,30 @@ class Loop:
         self._trace: list[tuple[Tensor, Tensor, Tensor]] = []
         size, groups, _ = z_BPN.shape
         integers = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=z_BPN.device)  # noqa: E731
+        # Norms are kept in float64: squares of small float32 numbers (gradients) underflow.
+        reals = lambda *shape, value: torch.full(shape, value, dtype=torch.float64, device=z_BPN.device)  # noqa: E731
         self._now = _Batch(
             sample_B=torch.arange(size, device=z_BPN.device),
+            budget_B=integers(size).fill_(options.max_steps),
+            first_scale_BP=reals(size, groups, value=0.0),
+            largest_BP=reals(size, groups, value=0.0),
             z_BPN=z_BPN,
             best_z_BPN=z_BPN,
-            best_BP=z_BPN.new_full((size, groups), float("inf")),
-            mark_BP=z_BPN.new_full((size, groups), float("inf")),
+            best_BP=reals(size, groups, value=float("inf")),
+            mark_BP=reals(size, groups, value=float("inf")),
             waited_BP=integers(size, groups),
             codes_BP=integers(size, groups).fill_(_ACTIVE),
-            norm_B=z_BPN.new_full((size,), float("nan")),
-            scale_B=z_BPN.new_full((size,), float("nan")),
+            norm_B=reals(size, value=float("nan")),
+            scale_B=reals(size, value=float("nan")),
             steps_B=integers(size),
             evals_B=integers(size),
-            amplification_B=z_BPN.new_full((size,), float("nan")),
+            amplification_B=reals(size, value=float("nan")),
         )
+        if unfinished is not None:
+            self._now.budget_B = unfinished.budget_B
+            self._now.codes_BP.masked_fill_(~unfinished.open_B.unsqueeze(1), _CONVERGED)
         tokens_per_group = packing.num_tokens / max(groups, 1)
-        self._tokens_P = torch.arange(1, groups + 1, device=z_BPN.device).to(z_BPN.dtype) * tokens_per_group
+        self._tokens_P = torch.arange(1, groups + 1, device=z_BPN.device).double() * tokens_per_group
 
     def run(self) -> Solution:
         started = time.perf_counter()
@@ -141,8 +167,8 @@ class Loop:
 
     def _norms(self, fz_BPN: Tensor, residual_BPN: Tensor) -> tuple[Tensor, Tensor]:
         """||f(z) - z|| and ||f(z)|| of every sample, or of every position with those before it."""
-        norm_BP = torch.linalg.vector_norm(residual_BPN, dim=2)
-        scale_BP = torch.linalg.vector_norm(fz_BPN, dim=2)
+        norm_BP = torch.linalg.vector_norm(residual_BPN, dim=2, dtype=torch.float64)
+        scale_BP = torch.linalg.vector_norm(fz_BPN, dim=2, dtype=torch.float64)
         if self._causal:
             norm_BP = norm_BP.square().cumsum(1).sqrt()
             scale_BP = scale_BP.square().cumsum(1).sqrt()
@@ -151,12 +177,19 @@ class Loop:
     def _judge(self, z_BPN: Tensor, fz_BPN: Tensor, residual_BPN: Tensor, *, checking: bool) -> None:
         now, tol = self._now, self._options.tol
         norm_BP, scale_BP = self._norms(fz_BPN, residual_BPN)
-        ratio_BP = _ratio(norm_BP, tol.bound(scale_BP, self._tokens_P))
+        bound_BP = tol.bound(scale_BP, self._tokens_P)
+        # Without a tolerance the size of the residual itself tells points apart.
+        ratio_BP = norm_BP if tol.rtol == tol.atol == 0 else _ratio(norm_BP, bound_BP)
         active_BP = now.codes_BP == _ACTIVE
         alive_B = active_BP.any(1)
+        started_B1 = (now.evals_B > 0).unsqueeze(1)
+        now.first_scale_BP = torch.where(started_B1, now.first_scale_BP, scale_BP)
+        now.largest_BP = torch.fmax(now.largest_BP, norm_BP)
 
         dead_BP = active_BP & ~(torch.isfinite(norm_BP) & torch.isfinite(scale_BP))
-        solved_BP = active_BP & (ratio_BP <= 1)
+        # A residual that is small only relative to a z that has run away: f(z) = z + 1 has no fixed point.
+        away_BP = (scale_BP > 10 * now.first_scale_BP) & (norm_BP > 0.9 * now.largest_BP) & (norm_BP > tol.atol)
+        solved_BP = active_BP & (norm_BP <= bound_BP) & ~away_BP
         improved_BP = active_BP & (ratio_BP < now.best_BP)  # False for nan: a best point is always finite
         fell_BP = active_BP & (ratio_BP < _PROGRESS * now.mark_BP)
         now.mark_BP = torch.where(fell_BP, ratio_BP, now.mark_BP)
@@ -168,12 +201,17 @@ class Loop:
         ends_BP = active_BP & ~dead_BP & (ends_BP.cummin(1).values if self._causal else ends_BP)
         now.codes_BP = torch.where(ends_BP, torch.where(solved_BP, _CONVERGED, _STALLED), now.codes_BP)
         now.codes_BP = torch.where(dead_BP, _NONFINITE, now.codes_BP)
+        spent_B1 = (now.evals_B + 1 >= now.budget_B).unsqueeze(1)
+        now.codes_BP = torch.where((now.codes_BP == _ACTIVE) & spent_B1, _MAX_STEPS, now.codes_BP)
 
         taken_BP = improved_BP | (ends_BP & solved_BP)
         now.best_BP = torch.where(taken_BP, ratio_BP, now.best_BP)
         now.best_z_BPN = _choose(taken_BP, z_BPN, now.best_z_BPN, look=checking)
         now.evals_B = now.evals_B + alive_B
-        taken_B = alive_B if self._causal else taken_BP[:, 0]
+        # The state of a causal solve is put together from every position's own best point; from the moment that a
+        # sample has failed positions, what is evaluated is that state.
+        open_B = (now.codes_BP != _CONVERGED).any(1)
+        taken_B = alive_B | open_B if self._causal else taken_BP[:, 0]
         never_finite_B = alive_B & now.norm_B.isnan()
         now.norm_B = torch.where(taken_B | never_finite_B, norm_BP[:, -1], now.norm_B)
         now.scale_B = torch.where(taken_B | never_finite_B, scale_BP[:, -1], now.scale_B)
@@ -188,8 +226,8 @@ class Loop:
         now = self._now
         assert now.previous is not None
         last_z_BPN, last_residual_BPN = now.previous
-        moved_B = torch.linalg.vector_norm(z_BPN - last_z_BPN, dim=(1, 2))
-        changed_B = torch.linalg.vector_norm(residual_BPN - last_residual_BPN, dim=(1, 2))
+        moved_B = torch.linalg.vector_norm(z_BPN - last_z_BPN, dim=(1, 2), dtype=torch.float64)
+        changed_B = torch.linalg.vector_norm(residual_BPN - last_residual_BPN, dim=(1, 2), dtype=torch.float64)
         usable_B = ended_B & (changed_B > 0)
         now.amplification_B = torch.where(usable_B, moved_B / changed_B, now.amplification_B)
 
@@ -251,16 +289,18 @@ class Loop:
         if self._left:
             now = _concatenate([*self._left, now])
             now = select(now, torch.argsort(now.sample_B))
-        codes_BP = torch.where(now.codes_BP == _ACTIVE, _MAX_STEPS, now.codes_BP)
+        rest = _MAX_STEPS if now.best_z_BPN.numel() else _CONVERGED  # of nothing, nothing is left to solve
+        codes_BP = torch.where(now.codes_BP == _ACTIVE, rest, now.codes_BP)
         codes_B = codes_BP.amax(1) if codes_BP.numel() else codes_BP.new_full((codes_BP.shape[0],), _CONVERGED)
+        dtype = self._packing.work_dtype
         return Solution(
             z=now.best_z_BPN,
-            residual=_ratio(now.norm_B, now.scale_B),
-            residual_norm=now.norm_B,
+            residual=_ratio(now.norm_B, now.scale_B).to(dtype),
+            residual_norm=now.norm_B.to(dtype),
             codes=codes_B,
             num_steps=now.steps_B,
             num_evals=now.evals_B,
-            amplification=now.amplification_B,
+            amplification=now.amplification_B.to(dtype),
             seconds_in_f=self._seconds_in_f,
             seconds_outside_f=time.perf_counter() - started - self._seconds_in_f,
             trace=self._collect_trace(codes_B.numel()) if self._options.trace else None,

@@ -62,11 +62,15 @@ class Packing:
         """Half-precision states are mixed and measured in float32; f still sees (and is judged at) the half state."""
         return torch.float32 if self.dtype.itemsize < 4 else self.dtype
 
+    @property
+    def _widths(self) -> list[int]:
+        return [shape[1:].numel() // max(self.num_groups, 1) for shape in self.shapes]
+
     def pack(self, state: Any) -> Tensor:
         """One tensor (B, P, N) in the work dtype; a view of a single-tensor state wherever possible."""
         tensors: list[Tensor] = []
         _index_tensors(state, tensors)
-        rows = [t.reshape(t.shape[0], self.num_groups, -1) for t in tensors]
+        rows = [t.reshape(t.shape[0], self.num_groups, width) for t, width in zip(tensors, self._widths, strict=True)]
         row = rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
         return row.to(self.work_dtype)
 
@@ -74,8 +78,7 @@ class Packing:
         """The inverse of `pack`, for any number of samples."""
         num_samples = packed_BPN.shape[0]
         row = packed_BPN.to(self.dtype)
-        sizes = [_numel(s[1:]) // max(self.num_groups, 1) for s in self.shapes]
-        parts = [row] if len(sizes) == 1 else list(row.split(sizes, dim=2))
+        parts = [row] if len(self.shapes) == 1 else list(row.split(self._widths, dim=2))
         tensors = [p.reshape(num_samples, *s[1:]) for p, s in zip(parts, self.shapes, strict=True)]
         return _fill(self.structure, tensors)
 
@@ -144,9 +147,9 @@ def _index_tensors(tree: Any, found: list[Tensor]) -> Any:
     if isinstance(tree, Mapping):  # by sorted key: f may return its dict in another order
         places = {key: _index_tensors(tree[key], found) for key in sorted(tree, key=str)}
         return {key: places[key] for key in tree}
-    if isinstance(tree, tuple | list):
+    if type(tree) is tuple:
         return tuple(_index_tensors(value, found) for value in tree)
-    raise ValueError(f"a state is a tensor or a tuple or dict of tensors, got {type(tree).__name__}")
+    raise ValueError(f"a state is a tensor or a plain tuple or dict of tensors, got {type(tree).__name__}")
 
 
 def _fill(structure: Any, tensors: list[Tensor]) -> Any:
@@ -167,7 +170,3 @@ def _describe(structure: Any) -> str:
 
 def _summary(t: Tensor) -> str:
     return f"{tuple(t.shape)} {t.dtype} on {t.device}"
-
-
-def _numel(shape: torch.Size) -> int:
-    return int(torch.Size(shape).numel())

@@ -98,6 +98,9 @@ class NotConvergedError(RuntimeError):
         super().__init__(message)
         self.solution = solution
 
+    def __reduce__(self) -> tuple[type[NotConvergedError], tuple[str, Solution]]:
+        return type(self), (str(self), self.solution)
+
 
 class NonFiniteError(NotConvergedError):
     """f, or the gradient that enters a backward solve, is inf or nan."""

@@ -42,3 +42,8 @@ def check_damping(name: str, value: float) -> None:
 def check_group(value: str) -> None:
     if value not in ("sample", "prefix"):
         raise ValueError(f'group must be "sample" or "prefix", got {value!r}')
+
+
+def check_count(name: str, value: int, *, minimum: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}")

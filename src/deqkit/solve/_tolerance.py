@@ -32,8 +32,8 @@ class Tolerance:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
-        if self.patience < 2:
-            raise ValueError(f"patience must be at least 2, got {self.patience}")
+        if not isinstance(self.patience, int) or self.patience < 2:
+            raise ValueError(f"patience must be a whole number of at least 2, got {self.patience!r}")
 
     def bound(self, scale_BP: Tensor, num_tokens: Tensor | float) -> Tensor:
         """The residual norm at or below which a sample counts as solved, given `||f(z)||` and its length."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._linalg import solve_normal_equations, subtract_combination
-from deqkit.solve._solver import AbstractSolver, check_damping, check_group
+from deqkit.solve._solver import AbstractSolver, check_count, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, P groups of positions (1 for group="sample"), N numbers in a group, M remembered differences
@@ -37,18 +37,18 @@ class Anderson(AbstractSolver):
     memory: int = 5
     """How many differences are kept."""
     mixing: float = 1.0
-    """Weight of the new residual in the step, in (0, 1]. Less than 1 helps where J has large negative eigenvalues, as in
-    cells trained without a penalty; where f contracts it costs evaluations."""
+    """Weight of the new residual in the step, in (0, 1]. Less than 1 helps where J has large negative eigenvalues, as
+    in cells trained without a penalty; where f contracts it costs evaluations."""
     ridge: float | None = None
     """Regularisation relative to the problem: added to the unit diagonal of the scaled Gram matrix. None follows
     the dtype (10 times its rounding)."""
     group: str = "sample"
     """`"sample"`: one gamma a sample, from inner products over all its positions. `"prefix"`: position t has its own,
-    from positions up to t, so that no step, stop or choice at t depends on later tokens (for a causal f)."""
+    from positions up to t, so that no step, stop or choice at t depends on later tokens (for a causal f). On cells
+    with kinks (ReLU) a single early position can stagnate and hold up the rest; `Broyden(group="prefix")` did not."""
 
     def __post_init__(self) -> None:
-        if self.memory < 1:
-            raise ValueError(f"memory must be at least 1, got {self.memory}")
+        check_count("memory", self.memory)
         if self.ridge is not None and not 0 <= self.ridge < 1:
             raise ValueError(f"ridge must be in [0, 1), got {self.ridge!r}")
         check_damping("mixing", self.mixing)

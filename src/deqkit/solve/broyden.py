@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._linalg import solve_or_zero, subtract_combination
-from deqkit.solve._solver import AbstractSolver, check_damping, check_group
+from deqkit.solve._solver import AbstractSolver, check_count, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, P groups of positions (1 for group="sample"), N numbers in a group, M remembered pairs
@@ -65,8 +65,7 @@ class Broyden(AbstractSolver):
     so that nothing at t depends on later tokens (for a causal f). Without it, unconverged positions do."""
 
     def __post_init__(self) -> None:
-        if self.memory < 1:
-            raise ValueError(f"memory must be at least 1, got {self.memory}")
+        check_count("memory", self.memory)
         check_damping("damping", self.damping)
         check_group(self.group)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from deqkit.solve._solver import AbstractSolver
+from deqkit.solve._solver import AbstractSolver, check_count
 
 
-@dataclasses.dataclass(frozen=True, slots=True, init=False)
+@dataclasses.dataclass(frozen=True, slots=True, init=False, repr=False)
 class Fallback:
     """`Fallback(a, b, ...)`: samples that stall or diverge under one solver go on with the next.
 
@@ -25,13 +25,18 @@ class Fallback:
         for solver in solvers:
             if not isinstance(solver, AbstractSolver):
                 raise ValueError(f"Fallback takes solvers, got {solver!r}")
-        if len({solver.group for solver in solvers}) > 1:
-            raise ValueError("all solvers of a Fallback need the same group: a non-causal one would undo a causal one")
-        if patience < 2:
-            raise ValueError(f"patience must be at least 2, got {patience}")
+        if any(solver.group != "sample" for solver in solvers):
+            raise ValueError(
+                'Fallback needs solvers with group="sample": it hands over whole samples, which would let a later '
+                "position decide how an earlier one is solved"
+            )
+        check_count("patience", patience, minimum=2)
         object.__setattr__(self, "solvers", solvers)
         object.__setattr__(self, "patience", patience)
 
     @property
     def group(self) -> str:
-        return self.solvers[0].group
+        return "sample"
+
+    def __repr__(self) -> str:
+        return f"Fallback({', '.join(map(repr, self.solvers))}, patience={self.patience})"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._krylov import KrylovState, extend_basis, init_krylov, least_squares, restart, target_norm
-from deqkit.solve._solver import AbstractSolver
+from deqkit.solve._solver import AbstractSolver, check_count
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, N numbers in a state
@@ -27,8 +27,7 @@ class GMRES(AbstractSolver):
     """Basis vectors before the space is rebuilt from the current solution."""
 
     def __post_init__(self) -> None:
-        if self.restart < 1:
-            raise ValueError(f"restart must be at least 1, got {self.restart}")
+        check_count("restart", self.restart)
 
     @property
     def num_probes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._krylov import KrylovState, extend_basis, init_krylov, least_squares, restart, target_norm
-from deqkit.solve._solver import AbstractSolver
+from deqkit.solve._solver import AbstractSolver, check_count
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, N numbers in a state
@@ -32,8 +32,7 @@ class NewtonKrylov(AbstractSolver):
     """How well each linear system is solved: reduction of its residual, in (0, 1)."""
 
     def __post_init__(self) -> None:
-        if self.inner_steps < 1:
-            raise ValueError(f"inner_steps must be at least 1, got {self.inner_steps}")
+        check_count("inner_steps", self.inner_steps)
         if not 0 < self.forcing < 1:
             raise ValueError(f"forcing must be in (0, 1), got {self.forcing!r}")
 
