@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -251,10 +252,11 @@ def test_wrong_settings_of_an_adjoint_are_refused_by_name(name, value):
 
 @pytest.mark.parametrize("name", ["f_tol", "stop_mode", "tolerance"])
 def test_unknown_settings_are_refused(name):
+    setting: dict[str, Any] = {name: 1e-3}
     with pytest.raises(TypeError, match=name):
-        DEQ(TanhCell(), **{name: 1e-3})
+        DEQ(TanhCell(), **setting)
     with pytest.raises(TypeError, match=name):
-        DEQ(TanhCell())(normal(3, 4, seed=5), **{name: 1e-3})
+        DEQ(TanhCell())(normal(3, 4, seed=5), **setting)
 
 
 def test_the_representation_names_every_choice():

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from deqkit.adjoint import AbstractAdjoint, Implicit
-from deqkit.adjoint._graph import WithParameters, refuse_transforms
+from deqkit.adjoint._graph import WithParameters, refuse_tangents, refuse_transforms
 from deqkit.solve import AbstractSolver, Broyden, Fallback, Solution, Status, Tolerance, fixed_point
-from deqkit.solve._fixed_point import join
+from deqkit.solve._fixed_point import check_settings, join
+from deqkit.solve._packing import tensors_in
 from deqkit.solve._solution import raise_if_failed
+from deqkit.solve._solver import check_count
 
 
 class DEQ(nn.Module):
@@ -53,10 +55,11 @@ class DEQ(nn.Module):
             check_every: look at the verdicts every so many evaluations.
         """
         super().__init__()
+        check_settings(solver, tol, max_steps)
+        _check_adjoint(adjoint)
+        check_count("check_every", check_every)
         self.cell = cell
         self.adjoint = Implicit() if adjoint is None else adjoint
-        if not isinstance(self.adjoint, AbstractAdjoint):
-            raise ValueError(f"adjoint must be one of deqkit.adjoint, for example Implicit(), got {adjoint!r}")
         if self.adjoint.owns_forward and solver is not None:
             raise ValueError(f"{self.adjoint!r} runs its own iteration: leave out solver={solver!r}")
         self.solver = solver
@@ -67,8 +70,8 @@ class DEQ(nn.Module):
         self.verdicts: collections.Counter[Status] = collections.Counter()
         self.backward_verdicts: collections.Counter[Status] = collections.Counter()
 
-    @torch.compiler.disable(recursive=False)
-    def forward(
+    @torch.compiler.disable  # the loop depends on data; compile the cell instead
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         *args: Any,
         z0: Any = None,
@@ -85,6 +88,9 @@ class DEQ(nn.Module):
             z*, or (z*, solution) with `return_solution=True`. Gradients are attached whenever grad mode is on.
         """
         refuse_transforms("DEQ")
+        refuse_tangents("DEQ", (*tensors_in(args), *self.parameters()))
+        check_settings(solver, tol, max_steps)
+        _check_adjoint(adjoint)
         adjoint = self.adjoint if adjoint is None else adjoint
         tol = self.tol if tol is None else tol
         max_steps = self.max_steps if max_steps is None else max_steps
@@ -96,7 +102,9 @@ class DEQ(nn.Module):
         if adjoint.owns_forward:
             if solver is not None:
                 raise ValueError(f"{adjoint!r} runs its own iteration: leave out solver={solver!r}")
-            z, solution = adjoint.solve(f, z0, args, tol=tol, max_steps=max_steps)
+            if trace:
+                raise ValueError(f"{adjoint!r} runs its own iteration and records no trace")
+            z, solution = adjoint.solve(f, z0, args, tol=tol, max_steps=max_steps, compact=self.compact)
         else:
             solve = functools.partial(
                 fixed_point,
@@ -139,3 +147,8 @@ class DEQ(nn.Module):
     def extra_repr(self) -> str:
         parts = [] if self.adjoint.owns_forward else [f"solver={self.solver or Broyden()}"]
         return ", ".join([*parts, f"tol={self.tol}", f"max_steps={self.max_steps}", f"adjoint={self.adjoint}"])
+
+
+def _check_adjoint(adjoint: Any) -> None:
+    if adjoint is not None and not isinstance(adjoint, AbstractAdjoint):
+        raise ValueError(f"adjoint must be one of deqkit.adjoint, for example Implicit(), got {adjoint!r}")

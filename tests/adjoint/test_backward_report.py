@@ -26,7 +26,7 @@ EASY_AND_HARD = (0.0, 0.1, 0.1, 0.0, 0.1, 0.05, 0.1, 0.95)
 def test_the_report_is_there_after_the_backward_pass_and_not_before():
     cell, x = TanhCell(), normal(3, 4, seed=5).requires_grad_()
     z, solution = DEQ(cell)(x, return_solution=True)
-    assert solution.backward is None and solution.grad_error is None
+    assert (solution.backward, solution.grad_error) == (None, None)
     loss_of(z).backward()
     assert solution.backward.status is Status.CONVERGED
     for per_sample in (solution.backward.residual, solution.backward.num_steps, solution.backward.num_evals):
@@ -98,7 +98,8 @@ class BadBackward(torch.autograd.Function):
         return z.view_as(z)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grad_outputs):
+        (grad,) = grad_outputs
         return torch.where(torch.arange(grad.shape[0]).unsqueeze(1) == 1, float("nan"), grad)
 
 
@@ -135,9 +136,9 @@ def test_compaction_spends_fewer_products_per_sample():
             return z.view_as(z)
 
         @staticmethod
-        def backward(ctx, grad):
-            sizes.append(grad.shape[0])
-            return grad
+        def backward(ctx, *grad_outputs):
+            sizes.append(grad_outputs[0].shape[0])
+            return grad_outputs
 
     cell = RatedCell()
     x, rate = RatedCell.batch(*EASY_AND_HARD)

@@ -86,6 +86,7 @@ def test_the_backward_pass_needs_no_more_memory_for_more_products(cell, x, solve
     assert peaks[2] <= 1.02 * peaks[1]
 
 
+@pytest.mark.filterwarnings("ignore::deqkit.NumericalWarning")
 def test_reversible_holds_the_same_however_many_steps_it_took(cell, x):
     held, peaks = [], []
     for steps in STEPS:

@@ -83,7 +83,6 @@ def test_a_map_without_fixed_point_never_converges(name, tol):
     torch.testing.assert_close(solution.residual_norm, torch.full((2,), 6.0).double().sqrt())
 
 
-# Open bug: to tell runaways, a residual must fall below 0.9 of its first value, however small that was.
 @pytest.mark.parametrize("small", [1e-6, 1e-9])
 def test_a_start_near_an_unstable_point_is_not_a_runaway(small):
     """z = tanh(2 z) + small from 0: the residual starts at `small`, grows as z leaves 0, and then falls."""
@@ -97,7 +96,6 @@ def test_a_start_near_an_unstable_point_is_not_a_runaway(small):
     torch.testing.assert_close(solution.z, z)
 
 
-# Open bug: the same.
 def test_a_start_just_above_the_tolerance_converges_as_soon_as_it_is_below():
     """A warm start: residuals fall by 5 percent a step and the tolerance asks for 3 percent less than the start has."""
     z0 = torch.full((1, 1), 1.99, dtype=torch.float64)

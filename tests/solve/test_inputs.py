@@ -93,7 +93,7 @@ def test_args_must_be_batch_first(wrong):
 @pytest.mark.parametrize("option", ["max_steps", "check_every"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_wrong_limits(option, value):
-    with pytest.raises(ValueError, match=f"{option} must be at least 1, got {value}"):
+    with pytest.raises(ValueError, match=f"{option} must be a whole number of at least 1, got {value}"):
         fixed_point(lambda z: z, torch.zeros(2, 3), **{option: value})
 
 
@@ -125,7 +125,6 @@ def test_no_gradient_is_recorded_and_nothing_is_written():
     assert torch.equal(z0, torch.zeros(2, 3)) and torch.equal(x, torch.ones(2, 3))
 
 
-# Open bug: a start that is solved already is handed back itself.
 def test_the_result_does_not_share_memory_with_the_start():
     z0 = torch.full((2, 3), 2.0)
     solution = fixed_point(lambda z: 0.5 * z + 1, z0)

@@ -7,7 +7,6 @@ from deqkit.solve import Anderson, Broyden, FixedPointIteration, Status, Toleran
 from problems import transformer_cell
 
 
-# Open bug: Anderson with prefix grouping stalls above 1e-3.
 @pytest.mark.parametrize("rtol", [1e-3, 1e-5])
 @pytest.mark.parametrize(
     "solver",

@@ -14,16 +14,17 @@ from deqkit.adjoint._base import OnBackward
 from deqkit.adjoint._error import gradient_error, next_tolerance
 from deqkit.adjoint._graph import (
     Equation,
-    Gate,
+    Gates,
     Linearised,
     differentiable_args,
+    refuse_transforms,
     transposed_product,
     twice_differentiable,
 )
 from deqkit.solve import AbstractSolver, Fallback, NonFiniteError, Solution, Status, Tolerance
-from deqkit.solve._fixed_point import NOT_FIXED, iterate, join
+from deqkit.solve._fixed_point import NOT_FIXED, check_settings, iterate, join
 from deqkit.solve._loop import LoopOptions
-from deqkit.solve._packing import Packing
+from deqkit.solve._packing import Packing, tensors_in
 from deqkit.solve._solution import raise_if_failed
 
 # B samples, P groups of positions, N numbers in a group
@@ -42,8 +43,7 @@ class LinearSolve:
     """Where the solve begins, given v; without it at v, the first term of the Neumann series."""
 
     def __post_init__(self) -> None:
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_settings(self.solver, self.tol, self.max_steps)
         if self.solver.group != "sample":
             raise ValueError('gradients flow back in time: a backward solver needs group="sample"')
 
@@ -55,16 +55,18 @@ class BackwardPass:
         self, method: LinearSolve, equation: Equation, solution: Solution | None, on_backward: OnBackward | None
     ) -> None:
         self.method, self.equation, self.solution, self.on_backward = method, equation, solution, on_backward
+        self.in_another = False
 
-    def attach(self, z_BPN: Tensor, stops: list[Tensor] | None = None) -> Tensor:
+    def attach(self, z_BPN: Tensor) -> Tensor:
         z_BPN = z_BPN.detach()
         linearised = Linearised(self.equation, z_BPN)
         if self.solution is not None:
             _check_same_function(linearised, self.solution, self.equation)
-        touched = linearised.leaves(stops if stops is not None else differentiable_args(self.equation.args))
+        touched, self.in_another = linearised.leaves(differentiable_args(self.equation.args))
         if not touched:
             return z_BPN
-        return _Equilibrium.apply(self, linearised, z_BPN, linearised.value, *touched)  # pyright: ignore
+        # A copy, so that the caller may change the result in place: the backward pass still needs z*.
+        return _Equilibrium.apply(self, linearised, z_BPN, linearised.value, *touched).clone()  # pyright: ignore
 
     def solve(self, v_BPN: Tensor, linearised: Linearised) -> Tensor:
         """y = J'y + v, without a graph."""
@@ -114,19 +116,33 @@ class BackwardPass:
 
         y is an equilibrium too, of y -> J(z*)'y + v, so this is the same rule once more.
         """
-        gate = Gate(z_BPN)
+        if self.in_another:
+            raise RuntimeError(
+                "second derivatives of an equilibrium inside another: the inner f closes over the state of the outer "
+                "one; pass that state to the inner DEQ as an argument"
+            )
+        gates = Gates()
+        z_BPN, v_BPN, args = gates.put_before((z_BPN, v_BPN, self.equation.args))
+        equation = self.equation.again(args=args)
+
+        def adjoint_equation(y_BPN: Tensor, z_BPN: Tensor, v_BPN: Tensor, *args: Any) -> Tensor:
+            if not z_BPN.requires_grad:  # cut off, in a solve for some of the samples
+                z_BPN = z_BPN.detach().requires_grad_()
+            with torch.enable_grad(), twice_differentiable():
+                value_BPN = equation.again(args=args)(z_BPN)
+            return transposed_product(value_BPN, z_BPN, y_BPN, create_graph=True) + v_BPN
+
         with twice_differentiable():
-            value_BPN = self.equation.again()(gate.tensor)
+            value_BPN = equation(z_BPN)
         _require_same_value(value_BPN, linearised.value, self.equation)
-
-        def adjoint_equation(y_BPN: Tensor) -> Tensor:
-            return transposed_product(value_BPN, gate.tensor, y_BPN, create_graph=True) + v_BPN
-
         y_BPN = self.solve(v_BPN, linearised)
-        equation = Equation(adjoint_equation, Packing.of(y_BPN, causal=False), ())
-        outer = BackwardPass(dataclasses.replace(self.method, start=None), equation, None, self.on_backward)
-        y_BPN = outer.attach(y_BPN, stops=[gate.tensor, v_BPN])
-        return gate.partial_derivatives(value_BPN, touched, y_BPN)
+        outer = BackwardPass(
+            dataclasses.replace(self.method, start=None),
+            Equation(adjoint_equation, Packing.of(y_BPN, causal=False), (z_BPN, v_BPN, *args)),
+            None,
+            self.on_backward,
+        )
+        return gates.partial_derivatives(value_BPN, touched, outer.attach(y_BPN))
 
     def _empty(self, v_BPN: Tensor) -> Solution:
         size = v_BPN.shape[0]
@@ -165,6 +181,7 @@ class _Equilibrium(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_transforms("the backward pass of an equilibrium", *grads)
         z_BPN, *touched = ctx.saved_tensors
         if grads[0] is None:  # behind a closed gate
             return None, None, None, None, *(None for _ in touched)
@@ -181,7 +198,7 @@ class TransposedProblem:
     def __init__(self, equation: Equation, linearised: Linearised, v_BPN: Tensor) -> None:
         self._equation, self._linearised = equation, linearised
         self._v_BPN = v_BPN.detach()
-        self.can_compact = bool(equation.args)
+        self.can_compact = bool(tensors_in(equation.args))
 
     def evaluate(self, z_BPN: Tensor) -> Tensor:
         return self._linearised.transposed(z_BPN) + self._v_BPN
@@ -190,7 +207,7 @@ class TransposedProblem:
         return 2 * num_left <= num_now  # the rest is evaluated again, which costs about one product
 
     def keep(self, index: Tensor) -> None:
-        self._equation = self._equation.again(index)
+        self._equation = self._equation.again(index=index)
         self._v_BPN = self._v_BPN.index_select(0, index)
         kept = Linearised(self._equation, self._linearised.source.detach().index_select(0, index))
         _require_same_value(kept.value, self._linearised.value.index_select(0, index), self._equation)

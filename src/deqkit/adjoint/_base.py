@@ -52,7 +52,7 @@ class AbstractAdjoint(abc.ABC):
         return None
 
     def solve(
-        self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int
+        self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int, compact: bool
     ) -> tuple[Any, Solution]:
         """Iterate from z0 and return the differentiable state; only for rules that own the forward pass."""
         raise TypeError(f"{type(self).__name__} has no iteration of its own")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqkit.solve._packing import Packing, select, tensors_in
@@ -71,12 +73,14 @@ class Equation:
         dtype = self.packing.dtype if self._autocast_dtype is None else self._autocast_dtype
         return min(0.1, 30 * torch.finfo(dtype).eps ** 0.5)
 
-    def again(self, index: Tensor | None = None) -> Equation:
+    def again(self, *, index: Tensor | None = None, args: tuple[Any, ...] | None = None) -> Equation:
         """The same equation for use after the forward pass; for some samples, cut off from what made its arguments."""
         later = copy.copy(self)
         later.f = getattr(self.f, "again", self.f)
+        if args is not None:
+            later.args = args
         if index is not None:
-            later.args = select(_detached(self.args), index)
+            later.args = select(map_tensors(Tensor.detach, self.args), index)
         return later
 
 
@@ -92,35 +96,47 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-class Gate:
-    """A tensor in whose graph we can stop: while closed, gradients that reach it go no further.
+class Gates:
+    """Tensors in whose graph we can stop: while closed, gradients that reach a gate go no further.
 
-    Second derivatives need the partial derivative of f at z*, z* held fixed, as an expression that still knows how z*
-    depends on everything else.
+    Second derivatives need partial derivatives of f, its arguments held fixed, as expressions that still know how the
+    arguments depend on everything else (and on each other).
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.is_open = True
-        self.tensor: Tensor = _Gate.apply(tensor, self)  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self) -> None:
+        self._open = [True]  # not an attribute of this object, which would make a cycle with the graph
+        self._behind: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def put_before(self, tree: Any) -> Any:
+        """`tree` with every tensor that needs a gradient behind a gate of its own."""
+        return map_tensors(self._gate, tree)
+
+    def _gate(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in self._behind:
+            self._behind[id(tensor)] = (tensor, _Gate.apply(tensor, self._open))  # pyright: ignore
+        return self._behind[id(tensor)][1]
 
     def partial_derivatives(self, value: Tensor, inputs: list[Tensor], weight: Tensor) -> tuple[Tensor | None, ...]:
-        self.is_open = False
+        inputs = [self._behind[id(t)][1] if id(t) in self._behind else t for t in inputs]
+        self._open[0] = False
         try:
             return torch.autograd.grad(value, inputs, weight, create_graph=True, allow_unused=True)
         finally:
-            self.is_open = True
+            self._open[0] = True
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, gate: Gate) -> Tensor:
-        ctx.gate = gate
+    def forward(ctx: Any, tensor: Tensor, is_open: list[bool]) -> Tensor:
+        ctx.is_open = is_open
         ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (grads[0] if ctx.gate.is_open else None), None
+        return (grads[0] if ctx.is_open[0] else None), None
 
 
 class Linearised:
@@ -137,9 +153,13 @@ class Linearised:
         """J'y, one vector-Jacobian product."""
         return transposed_product(self.value, self.source, y_BPN, create_graph=False)
 
-    def leaves(self, stops: list[Tensor]) -> list[Tensor]:
-        """The tensors that gradients of this evaluation flow to: `stops` where they are met, else autograd leaves."""
-        return [t for t in reachable(self.value, stops) if t is not self._anchor]
+    def leaves(self, stops: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """The tensors that gradients of this evaluation flow to: `stops` where they are met, else autograd leaves.
+
+        And whether the way to them leads through the argument of another equilibrium that is being differentiated.
+        """
+        found, through_gate = reachable(self.value, stops)
+        return [t for t in found if t is not self._anchor], through_gate
 
 
 def transposed_product(value_BPN: Tensor, at_BPN: Tensor, y_BPN: Tensor, *, create_graph: bool) -> Tensor:
@@ -151,10 +171,11 @@ def transposed_product(value_BPN: Tensor, at_BPN: Tensor, y_BPN: Tensor, *, crea
     return torch.zeros_like(y_BPN) if product is None else product
 
 
-def reachable(value: Tensor, stops: list[Tensor]) -> list[Tensor]:
-    """Walk the graph of `value` down to leaves, not beyond `stops`."""
+def reachable(value: Tensor, stops: list[Tensor]) -> tuple[list[Tensor], bool]:
+    """Walk the graph of `value` down to leaves, not beyond `stops`; tells whether it passed a gate."""
     if value.grad_fn is None:
-        return []
+        return [], False
+    through_gate = False
     stop_at = {(t.grad_fn, t.output_nr): t for t in stops if t.grad_fn is not None}
     found: dict[int, Tensor] = {}
     seen = {value.grad_fn}
@@ -168,9 +189,10 @@ def reachable(value: Tensor, stops: list[Tensor]) -> list[Tensor]:
             elif hasattr(node, "variable"):
                 found[id(node.variable)] = node.variable  # pyright: ignore[reportAttributeAccessIssue]
             elif node not in seen:
+                through_gate |= isinstance(node, _Gate._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
                 seen.add(node)
                 todo.append(node)
-    return list(found.values())
+    return list(found.values()), through_gate
 
 
 def differentiable_args(args: tuple[Any, ...]) -> list[Tensor]:
@@ -182,20 +204,35 @@ def twice_differentiable() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def refuse_transforms(name: str) -> None:
+def refuse_tangents(name: str, tensors: Iterable[Tensor]) -> None:
+    """Forward-mode derivatives would follow the solver's steps, which are not those of z*."""
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(f"{name} has no forward-mode derivative; use torch.autograd (backward, grad)")
+
+
+def refuse_transforms(name: str, *grads: Tensor | None) -> None:
     """`torch.func` transforms cannot see through a solve whose length depends on the data."""
-    if torch._C._are_functorch_transforms_active():
+    # `is_grads_batched` of torch.autograd.grad still uses the vmap that came before torch.func.
+    is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+    batched = any(g is not None and is_batched(g) for g in grads)
+    if batched or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"{name} does not run inside torch.func transforms (vmap, jvp, grad, ...). Batches need no vmap: every "
             "sample is solved on its own. For derivatives use torch.autograd (backward, grad, also of higher order)"
         )
 
 
-def _detached(tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`tree` with every tensor replaced by `function` of it."""
     if isinstance(tree, Tensor):
-        return tree.detach()
+        return function(tree)
     if isinstance(tree, dict):
-        return {key: _detached(value) for key, value in tree.items()}
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, value) for value in tree))
     if isinstance(tree, tuple | list):
-        return type(tree)(_detached(value) for value in tree)
+        return type(tree)(map_tensors(function, value) for value in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree)]
+        return dataclasses.replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
     return tree

@@ -12,7 +12,7 @@ from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import Solution
 from deqkit.solve._packing import Packing
-from deqkit.solve._solver import check_damping
+from deqkit.solve._solver import check_count, check_damping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +28,7 @@ class Phantom(AttachedAdjoint):
     """Weight of f(z) in each step, in (0, 1]."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_count("steps", self.steps)
         check_damping("damping", self.damping)
 
     def _attach(

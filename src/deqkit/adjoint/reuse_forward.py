@@ -12,7 +12,9 @@ from deqkit.adjoint._backward import BackwardPass, LinearSolve
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import AbstractSolver, Anderson, Solution, Tolerance
+from deqkit.solve._fixed_point import check_settings
 from deqkit.solve._packing import Packing
+from deqkit.solve._solver import check_count
 from deqkit.solve.broyden import BroydenMemory
 
 # B samples, P groups of positions, N numbers in a group
@@ -32,8 +34,8 @@ class ReuseForward(AttachedAdjoint):
     needs_solver_state = True
 
     def __post_init__(self) -> None:
-        if self.refine < 1:
-            raise ValueError(f"refine must be at least 1, got {self.refine}")
+        check_count("refine", self.refine)
+        check_settings(None, self.tol, None)
 
     def _attach(
         self,
@@ -44,11 +46,16 @@ class ReuseForward(AttachedAdjoint):
         solution: Solution | None,
         on_backward: OnBackward | None,
     ) -> Any:
-        memory = None if solution is None else solution.solver_state
-        if not isinstance(memory, BroydenMemory):
+        parts = None if solution is None else solution.solver_state
+        if not parts or not isinstance(parts[0][1], BroydenMemory):
             raise ValueError(
                 "ReuseForward needs the memory of a forward Broyden solve: use DEQ(solver=Broyden(), "
                 "adjoint=ReuseForward()), or fixed_point(solver=Broyden(), keep_solver_state=True)"
+            )
+        memory = BroydenMemory.gather(parts)
+        if memory.dz_BPMN.shape[1] != 1:
+            raise ValueError(
+                'ReuseForward needs group="sample" in the forward Broyden: a prefix inverse has no transpose'
             )
         method = LinearSolve(
             solver=_Preconditioned(memory),

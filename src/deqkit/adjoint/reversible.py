@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
-from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, refuse_transforms
-from deqkit.solve import FixedPointIteration, Solution, Tolerance, fixed_point
+from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, map_tensors, refuse_transforms
+from deqkit.solve import FixedPointIteration, NumericalWarning, Solution, Tolerance, fixed_point
 from deqkit.solve._packing import Packing
 
 # B samples, P groups of positions, N numbers in a group
@@ -48,7 +48,7 @@ class Reversible(AbstractAdjoint):
         raise TypeError("Reversible differentiates its own iteration and cannot be attached to another solver's result")
 
     def solve(
-        self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int
+        self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int, compact: bool
     ) -> tuple[Any, Solution]:
         if max_steps < 2:
             raise ValueError(
@@ -58,7 +58,7 @@ class Reversible(AbstractAdjoint):
         packing = Packing.of(z0, causal=False)
         equation = Equation(f, packing, args)
         z0_BPN = packing.pack(z0)
-        pair, num_steps_B, inner = self._iterate(f, packing, z0_BPN.detach(), args, tol, max_steps)
+        pair, num_steps_B, inner = self._iterate(f, packing, z0_BPN.detach(), args, tol, max_steps, compact)
         solution = fixed_point(
             f, packing.unpack(pair[1].to(z0_BPN.dtype)), args, solver=FixedPointIteration(), tol=tol, max_steps=1,
             throw=False,
@@ -67,7 +67,7 @@ class Reversible(AbstractAdjoint):
         solution.num_evals = solution.num_evals + 2 * inner.num_evals
         z_BPN = pair[1].to(z0_BPN.dtype)
         if torch.is_grad_enabled():
-            touched = Linearised(equation, z_BPN).leaves(differentiable_args(args))
+            touched, _ = Linearised(equation, z_BPN).leaves(differentiable_args(args))
             if touched or z0_BPN.requires_grad:
                 z_BPN = _Reversed.apply(self.damping, equation, pair, num_steps_B, z0_BPN, *touched)
         return packing.unpack(z_BPN), solution  # pyright: ignore[reportArgumentType]
@@ -80,6 +80,7 @@ class Reversible(AbstractAdjoint):
         args: tuple[Any, ...],
         tol: Tolerance,
         max_steps: int,
+        compact: bool,
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Solution]:
         """The loop on pairs (y, z); the pair moves by `damping` of the residual, so the tolerance is scaled alike."""
         b = self.damping
@@ -95,7 +96,7 @@ class Reversible(AbstractAdjoint):
         start = z0_BPN.to(exact)
         solved = fixed_point(
             advance, (start, start), args, solver=FixedPointIteration(), tol=scaled, max_steps=max_steps // 2,
-            throw=False,
+            compact=compact, throw=False,
         )  # fmt: skip
         return solved.z, solved.num_steps, solved
 
@@ -111,22 +112,37 @@ class _Reversed(torch.autograd.Function):
         z0_BPN: Tensor,
         *touched: Tensor,
     ) -> Tensor:
-        ctx.b, ctx.equation, ctx.num_touched = b, equation, len(touched)
-        ctx.save_for_backward(*pair, num_steps_B, *touched)
-        return pair[1].to(z0_BPN.dtype)
+        ctx.b, ctx.equation = b, equation
+        ctx.save_for_backward(*pair, num_steps_B, z0_BPN, *touched)
+        return pair[1].to(z0_BPN.dtype, copy=True)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_BPN: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y_BPN, z_BPN, num_steps_B, *touched = ctx.saved_tensors
-        b, equation, dtype = ctx.b, ctx.equation, grad_BPN.dtype
+        refuse_transforms("the backward pass of Reversible", grad_BPN)
+        with torch.no_grad():
+            grads = _Reversed._run_backwards(ctx, grad_BPN)
+        if torch.is_grad_enabled():
+            anchor = torch.empty(0, device=grad_BPN.device, requires_grad=True)
+            grads = [None if g is None else _Once.apply(g, anchor) for g in grads]
+        return None, None, None, None, *grads
+
+    @staticmethod
+    def _run_backwards(ctx: Any, grad_BPN: Tensor) -> list[Tensor | None]:
+        """The gradients of z0 and of all that f touches."""
+        y_BPN, z_BPN, num_steps_B, z0_BPN, *touched = ctx.saved_tensors
+        b, dtype = ctx.b, grad_BPN.dtype
+        # Arguments as leaves: what they were made from gets its gradient once, from the sum over all steps.
+        fresh = {id(t): t.detach().requires_grad_() for t in differentiable_args(ctx.equation.args)}
+        args = map_tensors(lambda t: fresh.get(id(t), t), ctx.equation.args)
+        equation = ctx.equation.again(args=args)
+        inputs: list[Tensor] = [fresh.get(id(t), t) for t in touched]
         totals: list[Tensor | None] = [None] * len(touched)
 
         def back(at_BPN: Tensor, weight_BPN: Tensor) -> tuple[Tensor, Tensor]:
             """f at a point and J'w there; adds (df/dtheta)'w to the totals."""
             linearised = Linearised(equation, at_BPN.to(dtype))
             product_BPN, *parts = torch.autograd.grad(
-                linearised.value, [linearised.source, *touched], weight_BPN, allow_unused=True
+                linearised.value, [linearised.source, *inputs], weight_BPN, retain_graph=True, allow_unused=True
             )
             for place, part in enumerate(parts):
                 if part is not None:
@@ -137,7 +153,9 @@ class _Reversed(torch.autograd.Function):
             ) if product_BPN is None else product_BPN
 
         grad_y_BPN, grad_z_BPN = torch.zeros_like(grad_BPN), grad_BPN
+        weights: list[float] = []  # how much each step matters, from the last to the first
         for step in range(int(num_steps_B.max()) if num_steps_B.numel() else 0, 0, -1):
+            weights.append(float(torch.linalg.vector_norm(grad_y_BPN) + torch.linalg.vector_norm(grad_z_BPN)))
             took_B11 = (num_steps_B >= step).view(-1, 1, 1)  # samples stop on their own
             value_BPN, product_BPN = back(y_BPN, torch.where(took_B11, b * grad_z_BPN, 0))
             z_BPN = torch.where(took_B11, (z_BPN - b * value_BPN) / (1 - b), z_BPN)
@@ -147,4 +165,36 @@ class _Reversed(torch.autograd.Function):
             y_BPN = torch.where(took_B11, (y_BPN - b * value_BPN) / (1 - b), y_BPN)
             grad_z_BPN = grad_z_BPN + product_BPN
             grad_y_BPN = torch.where(took_B11, (1 - b) * grad_y_BPN, grad_y_BPN)
-        return None, None, None, None, grad_y_BPN + grad_z_BPN, *totals
+        _warn_if_lost(y_BPN, z_BPN, z0_BPN, b, weights)
+        return [grad_y_BPN + grad_z_BPN, *totals]
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that must not be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError("Reversible has no second derivative; use Implicit or Unrolled for it")
+
+
+def _warn_if_lost(y_BPN: Tensor, z_BPN: Tensor, z0_BPN: Tensor, b: float, weights: list[float]) -> None:
+    """The steps were recomputed from the last to the first, so they should end where the iteration began.
+
+    How far off that is tells the errors on the way, which grew by 1 / (1 - b) a step. An error matters as far as
+    gradients are still of some size at its step.
+    """
+    scale = 1 + torch.linalg.vector_norm(z0_BPN)
+    off = max(float(torch.linalg.vector_norm(t - z0_BPN) / scale) for t in (y_BPN, z_BPN))
+    steps = len(weights)
+    damage = max((off * (1 - b) ** (steps - 1 - k) * w for k, w in enumerate(weights)), default=0.0)
+    if not damage <= 1e-4 * max(weights, default=1.0):
+        warnings.warn(
+            f"Reversible recomputed its first state with a relative error of {off:.1e}, so gradients are doubtful: "
+            "take fewer steps (a looser tol or a smaller max_steps), lower damping, or use Implicit",
+            NumericalWarning,
+            stacklevel=2,
+        )

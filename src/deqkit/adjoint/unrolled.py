@@ -10,7 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
+from deqkit.adjoint._graph import Equation
 from deqkit.solve import FixedPointIteration, Solution, Tolerance, fixed_point
+from deqkit.solve._packing import Packing
+from deqkit.solve._solver import check_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +30,7 @@ class Unrolled(AbstractAdjoint):
     owns_forward = True
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_count("steps", self.steps)
 
     def attach(
         self,
@@ -40,15 +42,20 @@ class Unrolled(AbstractAdjoint):
         on_backward: OnBackward | None = None,
     ) -> Any:
         """`steps` steps from z. Unlike the other rules this moves z, since its value is what it differentiates."""
+        packing = Packing.of(z, causal=False)
+        equation = Equation(f, packing, args)
+        z_BPN = packing.pack(z)
+        if self.checkpoint and torch.is_grad_enabled():
+            equation = equation.again()  # it will be evaluated in the backward pass too
         for _ in range(self.steps):
             if self.checkpoint and torch.is_grad_enabled():
-                z = checkpoint(f, z, *args, use_reentrant=False)
+                z_BPN = checkpoint(equation, z_BPN, use_reentrant=False)
             else:
-                z = f(z, *args)
-        return z
+                z_BPN = equation(z_BPN)
+        return packing.unpack(z_BPN)
 
     def solve(
-        self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int
+        self, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], *, tol: Tolerance, max_steps: int, compact: bool
     ) -> tuple[Any, Solution]:
         z = self.attach(f, z0, args)
         solution = fixed_point(f, z, args, solver=FixedPointIteration(), tol=tol, max_steps=1, throw=False)

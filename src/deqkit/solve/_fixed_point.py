@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
-from deqkit.solve._packing import Packing, check_batch_first, select
+from deqkit.solve._packing import Packing, check_batch_first, select, tensors_in
 from deqkit.solve._solution import Solution, Status, raise_if_failed
-from deqkit.solve._solver import AbstractSolver
+from deqkit.solve._solver import AbstractSolver, check_count
 from deqkit.solve._tolerance import Tolerance
 from deqkit.solve.broyden import Broyden
 from deqkit.solve.fallback import Fallback
@@ -57,10 +57,8 @@ def fixed_point(
         NotConvergedError: if `throw` and some sample did not converge; `NonFiniteError` if one became inf or nan.
         ValueError: if f does not keep the state's shape, dtype or device, or is not one fixed function.
     """
-    if max_steps < 1:
-        raise ValueError(f"max_steps must be at least 1, got {max_steps}")
-    if check_every < 1:
-        raise ValueError(f"check_every must be at least 1, got {check_every}")
+    check_settings(solver, tol, max_steps)
+    check_count("check_every", check_every)
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple of the further arguments of f, got {type(args).__name__}")
     solver = Broyden() if solver is None else solver
@@ -83,13 +81,23 @@ def fixed_point(
     return solution
 
 
+def check_settings(solver: Any, tol: Any, max_steps: Any) -> None:
+    """Raise a ValueError for a setting of the wrong kind; None stands for a default."""
+    if solver is not None and not isinstance(solver, AbstractSolver | Fallback):
+        raise ValueError(f"solver must be one of deqkit.solve, for example Broyden(), got {solver!r}")
+    if tol is not None and not isinstance(tol, Tolerance):
+        raise ValueError(f"tol must be a Tolerance, for example Tolerance(rtol=1e-3), got {tol!r}")
+    if max_steps is not None:
+        check_count("max_steps", max_steps)
+
+
 class FunctionProblem:
     """f(z, *args) as the caller wrote it."""
 
     def __init__(self, f: Callable[..., Any], packing: Packing, args: tuple[Any, ...]) -> None:
         self._f, self._packing, self._args = f, packing, args
         self._num_checks = 3  # dropout of zeros is zero: an f that draws random numbers is looked at again
-        self.can_compact = bool(args)
+        self.can_compact = bool(tensors_in(args))
 
     def evaluate(self, z_BPN: Tensor) -> Tensor:
         if self._num_checks:

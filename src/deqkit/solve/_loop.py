@@ -104,6 +104,7 @@ class Loop:
         self._causal = solver.group == "prefix"
         self._seconds_in_f = 0.0
         self._left: list[_Batch] = []
+        self._states: list[tuple[Tensor, Any]] = []  # samples that are done, and the solver's memory of them then
         self._kept_B: Tensor | None = None  # set when the batch was cut down since the last evaluation
         self._trace: list[tuple[Tensor, Tensor, Tensor]] = []
         size, groups, _ = z_BPN.shape
@@ -218,8 +219,14 @@ class Loop:
         now.steps_B = torch.where(taken_B, now.evals_B - 1, now.steps_B)
         if self._options.trace:
             self._trace.append((now.sample_B, alive_B, _ratio(norm_BP[:, -1], scale_BP[:, -1])))
+        if self._options.keep_solver_state and checking and bool((alive_B & (now.codes_BP != _ACTIVE).all(1)).any()):
+            self._keep_states(alive_B & (now.codes_BP != _ACTIVE).all(1))
         if now.previous is not None and (not checking or bool(ends_BP.any())):
             self._estimate_amplification(z_BPN, residual_BPN, ends_BP.any(1))
+
+    def _keep_states(self, done_B: Tensor) -> None:
+        index = torch.nonzero(done_B).flatten()
+        self._states.append((self._now.sample_B.index_select(0, index), select(self._now.solver_state, index)))
 
     def _estimate_amplification(self, z_BPN: Tensor, residual_BPN: Tensor, ended_B: Tensor) -> None:
         """||dz|| / ||dresidual|| of the last step: how far z is from the solution for a residual of a given size."""
@@ -246,9 +253,7 @@ class Loop:
             return True
         if not self._problem.worth_compacting(num_alive, size):
             return True
-        slim = dataclasses.replace(now, z_BPN=None, previous=None)
-        if not self._options.keep_solver_state:
-            slim.solver_state = None
+        slim = dataclasses.replace(now, z_BPN=None, previous=None, solver_state=None)
         self._left.append(select(slim, torch.nonzero(~alive_B).flatten()))
         index = torch.nonzero(alive_B).flatten()
         self._now = select(now, index)
@@ -283,9 +288,11 @@ class Loop:
             self._trace.append((now.sample_B, open_B, _ratio(norm_BP[:, -1], scale_BP[:, -1])))
 
     def _collect(self, started: float) -> Solution:
-        now = dataclasses.replace(self._now, z_BPN=None, previous=None)
-        if not self._options.keep_solver_state:
-            now.solver_state = None
+        if self._options.keep_solver_state and self._now.best_z_BPN.numel():
+            kept = torch.cat([samples for samples, _ in self._states] or [self._now.sample_B[:0]])
+            if bool((missing_B := ~torch.isin(self._now.sample_B, kept)).any()):
+                self._keep_states(missing_B)
+        now = dataclasses.replace(self._now, z_BPN=None, previous=None, solver_state=None)
         if self._left:
             now = _concatenate([*self._left, now])
             now = select(now, torch.argsort(now.sample_B))
@@ -304,7 +311,7 @@ class Loop:
             seconds_in_f=self._seconds_in_f,
             seconds_outside_f=time.perf_counter() - started - self._seconds_in_f,
             trace=self._collect_trace(codes_B.numel()) if self._options.trace else None,
-            solver_state=now.solver_state,
+            solver_state=self._states or None,
         )
 
     def _collect_trace(self, num_samples: int) -> tuple[Tensor, ...]:

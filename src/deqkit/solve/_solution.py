@@ -62,7 +62,7 @@ class Solution:
     grad_error: float | None = None
     """Estimated relative error of the gradient of the latest backward pass; None before one."""
     solver_state: Any = dataclasses.field(default=None, repr=False)
-    """The solver's memory per sample, kept only on request (`ReuseForward` starts the backward solve from it)."""
+    """Pairs (samples, the solver's memory when they were done), kept only on request, for `ReuseForward`."""
 
     @property
     def status(self) -> Status:

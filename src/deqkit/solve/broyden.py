@@ -30,6 +30,30 @@ class BroydenMemory:
     last: tuple[Tensor, Tensor] | None = None
     count: int = 0
 
+    @classmethod
+    def gather(cls, parts: list[tuple[Tensor, BroydenMemory]]) -> BroydenMemory:
+        """The memories of samples that were done at different times, in the order of the samples."""
+        room = max(memory.used for _, memory in parts)
+        order = torch.argsort(torch.cat([samples for samples, _ in parts]))
+
+        def joined(name: str) -> Tensor:
+            rows = []
+            for _, memory in parts:
+                cut = getattr(memory, name)[:, :, : memory.used]
+                cut = cut[..., : memory.used] if name == "k_BPMM" else cut
+                short = room - memory.used
+                pads = {"squares_BPM": (0, short), "k_BPMM": (0, short, 0, short)}.get(name, (0, 0, 0, short))
+                rows.append(torch.nn.functional.pad(cut, pads))
+            return torch.cat(rows).index_select(0, order)
+
+        return cls(
+            dz_BPMN=joined("dz_BPMN"),
+            df_BPMN=joined("df_BPMN"),
+            k_BPMM=joined("k_BPMM"),
+            squares_BPM=joined("squares_BPM"),
+            count=room,
+        )
+
     @property
     def used(self) -> int:
         return min(self.count, self.k_BPMM.shape[2])
