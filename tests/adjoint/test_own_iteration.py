@@ -124,9 +124,9 @@ def test_reversible_gradcheck():
 def test_reversible_reaches_the_gradient_of_the_equilibrium():
     cell, x = TanhCell(), normal(3, 4, seed=5).requires_grad_()
     inputs = [x, *cell.parameters()]
-    deq = DEQ(cell, adjoint=Reversible(), tol=Tolerance(rtol=1e-10), max_steps=200)
+    deq = DEQ(cell, adjoint=Reversible(), tol=Tolerance(rtol=1e-7), max_steps=80)
     actual = gradients(lambda: deq(x), inputs)
-    assert relative_error(actual, gradients(lambda: solve_tightly(cell)(x), inputs)) < 1e-7
+    assert relative_error(actual, gradients(lambda: solve_tightly(cell)(x), inputs)) < 1e-5
 
 
 def test_reversible_in_float32_keeps_its_accuracy():

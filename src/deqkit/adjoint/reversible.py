@@ -135,7 +135,7 @@ class _Reversed(torch.autograd.Function):
         fresh = {id(t): t.detach().requires_grad_() for t in differentiable_args(ctx.equation.args)}
         args = map_tensors(lambda t: fresh.get(id(t), t), ctx.equation.args)
         equation = ctx.equation.again(args=args)
-        inputs: list[Tensor] = [fresh.get(id(t), t) for t in touched]
+        inputs = [fresh[id(t)] if id(t) in fresh else t for t in touched]
         totals: list[Tensor | None] = [None] * len(touched)
 
         def back(at_BPN: Tensor, weight_BPN: Tensor) -> tuple[Tensor, Tensor]:

@@ -168,8 +168,8 @@ class Loop:
 
     def _norms(self, fz_BPN: Tensor, residual_BPN: Tensor) -> tuple[Tensor, Tensor]:
         """||f(z) - z|| and ||f(z)|| of every sample, or of every position with those before it."""
-        norm_BP = torch.linalg.vector_norm(residual_BPN, dim=2, dtype=torch.float64)
-        scale_BP = torch.linalg.vector_norm(fz_BPN, dim=2, dtype=torch.float64)
+        look = self._options.check_every == 1
+        norm_BP, scale_BP = _norm(residual_BPN, look=look), _norm(fz_BPN, look=look)
         if self._causal:
             norm_BP = norm_BP.square().cumsum(1).sqrt()
             scale_BP = scale_BP.square().cumsum(1).sqrt()
@@ -330,6 +330,15 @@ def _choose(condition_BP: Tensor, yes_BPN: Tensor, no_BPN: Tensor, *, look: bool
     if look and bool(condition_BP.all()):
         return yes_BPN
     return torch.where(condition_BP.unsqueeze(2), yes_BPN, no_BPN)
+
+
+def _norm(x_BPN: Tensor, *, look: bool) -> Tensor:
+    """||x|| in float64. Squares of float32 numbers may under- or overflow; only then is the slower way needed."""
+    if look:
+        norm_BP = torch.linalg.vector_norm(x_BPN, dim=2).double()
+        if bool(((norm_BP > 1e-15) & (norm_BP < 1e18)).all()):
+            return norm_BP
+    return torch.linalg.vector_norm(x_BPN, dim=2, dtype=torch.float64)
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Broyden(AbstractSolver):
     usual product form instead leaves factors that were computed with it, which is why that form diverges.
     """
 
-    memory: int = 8
+    memory: int = 6
     """Pairs kept per sample: `2 * memory` states at most, grown as needed."""
     damping: float = 1.0
     """Step size, in (0, 1]."""
