@@ -28,7 +28,7 @@ from deqkit.solve import Broyden, FixedPointIteration
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-BATCH, LENGTH, WIDTH, HEADS, DEPTH, STEPS = 16, 64, 64, 4, 12, 300
+BATCH, LENGTH, WIDTH, HEADS, DEPTH, STEPS = 16, 64, 64, 4, 12, 200
 console = Console()
 
 
@@ -147,7 +147,6 @@ def smooth(values: list[float], window: int = 15) -> list[float]:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
     ids, num_characters = corpus()
     cut = int(0.9 * len(ids))
     console.print(f"{len(ids):,} characters of Python's own documentation, {num_characters} different ones")
@@ -160,7 +159,7 @@ def main() -> None:
     table = Table(title="Same cell, same parameters, same data")
     heads = ("", "bits per character", "held for backward", "peak of a step", "time", "leak")
     for head in heads:
-        table.add_column(head, justify="left" if not head else "right")
+        table.add_column(head, justify="left" if not head else "right", no_wrap=not head)
     cells = [
         (name, f"{row['bits']:.3f}", f"{row['held'] / 2**20:.1f} MiB", f"{row['peak'] / 2**20:.1f} MiB",
          f"{run['seconds']:.0f} s", f"{row['leak']:.1e}")
@@ -201,15 +200,15 @@ def page(heads: tuple[str, ...], cells: list[tuple[str, ...]], figures: list[str
 <title>deqkit demo</title>
 <style>
 :root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 54rem; margin: 2rem auto; padding: 0 1rem; }}
 .wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; }}
-th, td {{ padding: .3rem .8rem; border-bottom: 1px solid #8886; text-align: right; }}
+th, td {{ padding: .3rem .6rem; border-bottom: 1px solid #8886; text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; }}
 img {{ max-width: 100%; background: white; border-radius: 6px; margin: .5rem 0; }}
 </style>
 <h1>An equilibrium instead of a stack</h1>
-<p>Next-character prediction on the documentation that comes with Python. Both models share the cell, its parameters'
-number and the data. The stack applies the cell {DEPTH} times and keeps every application for the backward pass; the DEQ
+<p>Next-character prediction on the documentation that comes with Python. Both models have the same cell,
+the same number of parameters and the same data. The stack applies the cell {DEPTH} times and keeps every application for the backward pass; the DEQ
 solves for the fixed point and keeps one.</p>
 <div class="wide"><table>{body}</table></div>
 <p>“Held for backward” is what a forward pass leaves in memory. “Leak” is how much an output changes when later

@@ -294,7 +294,7 @@ def test_a_cell_with_its_own_start_and_preparation(name):
         z = f(z, *args)
     inputs = list(cell.parameters())
     expected = torch.autograd.grad(loss_of(z), inputs)
-    settings = RULES[name] | {"tol": Tolerance(rtol=1e-7), "max_steps": 80}
+    settings = RULES[name] | {"tol": Tolerance(rtol=1e-7), "max_steps": 60}
     exact = {"implicit": EXACT, "phantom": Phantom(steps=40), "reuse-forward": ReuseForward(refine=60, tol=TIGHT)}
     adjoint = exact.get(name, Unrolled(steps=60, checkpoint=name == "checkpointed"))
     settings["adjoint"] = Reversible() if name == "reversible" else adjoint

@@ -176,13 +176,13 @@ class Loop:
         return norm_BP, scale_BP
 
     def _judge(self, z_BPN: Tensor, fz_BPN: Tensor, residual_BPN: Tensor, *, checking: bool) -> None:
+        """Decide which positions are done, and keep the best point of each."""
         now, tol = self._now, self._options.tol
         norm_BP, scale_BP = self._norms(fz_BPN, residual_BPN)
         bound_BP = tol.bound(scale_BP, self._tokens_P)
         # Without a tolerance the size of the residual itself tells points apart.
         ratio_BP = norm_BP if tol.rtol == tol.atol == 0 else _ratio(norm_BP, bound_BP)
         active_BP = now.codes_BP == _ACTIVE
-        alive_B = active_BP.any(1)
         started_B1 = (now.evals_B > 0).unsqueeze(1)
         now.first_scale_BP = torch.where(started_B1, now.first_scale_BP, scale_BP)
         now.largest_BP = torch.fmax(now.largest_BP, norm_BP)
@@ -208,34 +208,46 @@ class Loop:
         taken_BP = improved_BP | (ends_BP & solved_BP)
         now.best_BP = torch.where(taken_BP, ratio_BP, now.best_BP)
         now.best_z_BPN = _choose(taken_BP, z_BPN, now.best_z_BPN, look=checking)
+        alive_B = active_BP.any(1)
+        self._record(norm_BP[:, -1], scale_BP[:, -1], alive_B, taken_BP[:, 0])
+        finished_B = alive_B & (now.codes_BP != _ACTIVE).all(1)
+        if not checking or bool(finished_B.any()):
+            self._look_back(z_BPN, residual_BPN, finished_B)
+
+    def _record(self, norm_B: Tensor, scale_B: Tensor, alive_B: Tensor, taken_B: Tensor) -> None:
+        """Keep the account of every sample that was still going."""
+        now = self._now
         now.evals_B = now.evals_B + alive_B
-        # The state of a causal solve is put together from every position's own best point; from the moment that a
-        # sample has failed positions, what is evaluated is that state.
-        open_B = (now.codes_BP != _CONVERGED).any(1)
-        taken_B = alive_B | open_B if self._causal else taken_BP[:, 0]
-        never_finite_B = alive_B & now.norm_B.isnan()
-        now.norm_B = torch.where(taken_B | never_finite_B, norm_BP[:, -1], now.norm_B)
-        now.scale_B = torch.where(taken_B | never_finite_B, scale_BP[:, -1], now.scale_B)
+        if self._causal:
+            # The state returned is put together from every position's own best point; from the moment that a sample
+            # has failed positions, what is evaluated is that state.
+            taken_B = alive_B | (now.codes_BP != _CONVERGED).any(1)
         now.steps_B = torch.where(taken_B, now.evals_B - 1, now.steps_B)
+        taken_B = taken_B | (alive_B & now.norm_B.isnan())  # f was never finite: say so
+        now.norm_B = torch.where(taken_B, norm_B, now.norm_B)
+        now.scale_B = torch.where(taken_B, scale_B, now.scale_B)
         if self._options.trace:
-            self._trace.append((now.sample_B, alive_B, _ratio(norm_BP[:, -1], scale_BP[:, -1])))
-        if self._options.keep_solver_state and checking and bool((alive_B & (now.codes_BP != _ACTIVE).all(1)).any()):
-            self._keep_states(alive_B & (now.codes_BP != _ACTIVE).all(1))
-        if now.previous is not None and (not checking or bool(ends_BP.any())):
-            self._estimate_amplification(z_BPN, residual_BPN, ends_BP.any(1))
+            self._trace.append((now.sample_B, alive_B, _ratio(norm_B, scale_B)))
+
+    def _look_back(self, z_BPN: Tensor, residual_BPN: Tensor, finished_B: Tensor) -> None:
+        """For samples that have just finished: what their last step and the solver's memory tell."""
+        if self._now.previous is not None:
+            self._estimate_amplification(z_BPN, residual_BPN, finished_B)
+        if self._options.keep_solver_state and bool(finished_B.any()):
+            self._keep_states(finished_B)
 
     def _keep_states(self, done_B: Tensor) -> None:
         index = torch.nonzero(done_B).flatten()
         self._states.append((self._now.sample_B.index_select(0, index), select(self._now.solver_state, index)))
 
-    def _estimate_amplification(self, z_BPN: Tensor, residual_BPN: Tensor, ended_B: Tensor) -> None:
+    def _estimate_amplification(self, z_BPN: Tensor, residual_BPN: Tensor, finished_B: Tensor) -> None:
         """||dz|| / ||dresidual|| of the last step: how far z is from the solution for a residual of a given size."""
         now = self._now
         assert now.previous is not None
         last_z_BPN, last_residual_BPN = now.previous
         moved_B = torch.linalg.vector_norm(z_BPN - last_z_BPN, dim=(1, 2), dtype=torch.float64)
         changed_B = torch.linalg.vector_norm(residual_BPN - last_residual_BPN, dim=(1, 2), dtype=torch.float64)
-        usable_B = ended_B & (changed_B > 0)
+        usable_B = finished_B & (changed_B > 0)
         now.amplification_B = torch.where(usable_B, moved_B / changed_B, now.amplification_B)
 
     def _go_on_with_unsolved(self) -> bool:
