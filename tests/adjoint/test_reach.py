@@ -30,7 +30,7 @@ RULES = {
     "phantom": {"adjoint": Phantom(steps=40), "tol": TIGHT, "max_steps": 200},
     "unrolled": {"adjoint": Unrolled(steps=60)},
     "checkpointed": {"adjoint": Unrolled(steps=60, checkpoint=True)},
-    "reversible": {"adjoint": Reversible(), "tol": Tolerance(rtol=1e-7), "max_steps": 60},
+    "reversible": {"adjoint": Reversible(), "tol": Tolerance(rtol=1e-8), "max_steps": 80},
     "reuse-forward": {
         "adjoint": ReuseForward(refine=100, tol=TIGHT),
         "solver": Broyden(),
