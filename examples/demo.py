@@ -208,8 +208,8 @@ img {{ max-width: 100%; background: white; border-radius: 6px; margin: .5rem 0; 
 </style>
 <h1>An equilibrium instead of a stack</h1>
 <p>Next-character prediction on the documentation that comes with Python. Both models have the same cell,
-the same number of parameters and the same data. The stack applies the cell {DEPTH} times and keeps every application for the backward pass; the DEQ
-solves for the fixed point and keeps one.</p>
+the same number of parameters and the same data. The stack applies the cell {DEPTH} times and keeps every one for
+the backward pass; the DEQ solves for the fixed point and keeps one.</p>
 <div class="wide"><table>{body}</table></div>
 <p>“Held for backward” is what a forward pass leaves in memory. “Leak” is how much an output changes when later
 characters change: zero, because the solver is strictly causal even before it has converged.</p>

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench_solvers.json"
-ROW = re.compile(r"^\| (torchdeq|deqkit) `(.+?)` \| (\d+) \| (\d+) \| (\S+) \| (\d+) \| (\d+) % \| (\d+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (torchdeq|deqkit) `(.+?)` \| (\d+) \| (\d+) \| (\S+) \| (\d+) \| (\d+) % \| (\d+) \|$", re.MULTILINE
+)
 
 
 def readme_rows() -> list[tuple[str, ...]]:

@@ -21,6 +21,8 @@ class _Memory:
     residuals_BPMN: Tensor
     steps_BPMN: Tensor
     gram_BPMM: Tensor
+    rhs_BPM: Tensor
+    """Inner products of the differences with the current residual."""
     last: tuple[Tensor, Tensor] | None = None
     count: int = 0
 
@@ -60,6 +62,7 @@ class Anderson(AbstractSolver):
             residuals_BPMN=z_BPN.new_empty(size, groups, self.memory, width),
             steps_BPMN=z_BPN.new_empty(size, groups, self.memory, width),
             gram_BPMM=torch.zeros(size, groups, self.memory, self.memory, dtype=torch.float64, device=z_BPN.device),
+            rhs_BPM=torch.zeros(size, groups, self.memory, dtype=torch.float64, device=z_BPN.device),
         )
 
     def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: _Memory) -> tuple[Tensor, _Memory]:
@@ -77,16 +80,19 @@ class Anderson(AbstractSolver):
         dr_BPN = torch.sub(r_BPN, last_r_BPN, out=state.residuals_BPMN[:, :, slot])
         torch.sub(z_BPN, last_z_BPN, out=state.steps_BPMN[:, :, slot]).add_(dr_BPN, alpha=self.mixing)
 
-        # One pass over the memory gives the new row of the Gram matrix and the right-hand side.
-        newest_BP2N = torch.stack((dr_BPN, r_BPN), dim=2)
-        dots_BPM2 = (newest_BP2N @ state.residuals_BPMN[:, :, :used].mT).mT.double()
+        # One pass over the memory gives the new row of the Gram matrix, and what it adds to the right-hand side: the
+        # residual has changed by dr.
+        row_BPM = (dr_BPN.unsqueeze(2) @ state.residuals_BPMN[:, :, :used].mT).squeeze(2).double()
+        own_BP1 = torch.linalg.vecdot(dr_BPN, r_BPN).double().unsqueeze(2)
         if self.group == "prefix":
-            dots_BPM2 = dots_BPM2.cumsum(1)
-        state.gram_BPMM[:, :, slot, :used] = state.gram_BPMM[:, :, :used, slot] = dots_BPM2[..., 0]
+            row_BPM, own_BP1 = row_BPM.cumsum(1), own_BP1.cumsum(1)
+        state.gram_BPMM[:, :, slot, :used] = state.gram_BPMM[:, :, :used, slot] = row_BPM
+        state.rhs_BPM[:, :, :used] += row_BPM
+        state.rhs_BPM[:, :, slot : slot + 1] = own_BP1
 
         gamma_BPM = solve_normal_equations(
             state.gram_BPMM[:, :, :used, :used],
-            dots_BPM2[..., 1],
+            state.rhs_BPM[:, :, :used],
             ridge=self._ridge(z_BPN.dtype),
             floor_BP=self._rounding(fz_BPN),
         )

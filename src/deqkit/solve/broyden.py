@@ -27,6 +27,8 @@ class BroydenMemory:
     """K: -s_i.df_j where i is newer than j, else -s_i.dg_j with dg = df - dz."""
     squares_BPM: Tensor
     """s_i.s_i, the scale of row and column i."""
+    dots_BPM: Tensor
+    """s_i.g at the current point."""
     last: tuple[Tensor, Tensor] | None = None
     count: int = 0
 
@@ -42,7 +44,9 @@ class BroydenMemory:
                 cut = getattr(memory, name)[:, :, : memory.used]
                 cut = cut[..., : memory.used] if name == "k_BPMM" else cut
                 short = room - memory.used
-                pads = {"squares_BPM": (0, short), "k_BPMM": (0, short, 0, short)}.get(name, (0, 0, 0, short))
+                pads = {"squares_BPM": (0, short), "dots_BPM": (0, short), "k_BPMM": (0, short, 0, short)}.get(
+                    name, (0, 0, 0, short)
+                )
                 rows.append(torch.nn.functional.pad(cut, pads))
             return torch.cat(rows).index_select(0, order)
 
@@ -51,6 +55,7 @@ class BroydenMemory:
             df_BPMN=joined("df_BPMN"),
             k_BPMM=joined("k_BPMM"),
             squares_BPM=joined("squares_BPM"),
+            dots_BPM=joined("dots_BPM"),
             count=room,
         )
 
@@ -102,6 +107,7 @@ class Broyden(AbstractSolver):
             df_BPMN=z_BPN.new_empty(size, groups, room, width),
             k_BPMM=zeros(size, groups, room, room),
             squares_BPM=zeros(size, groups, room),
+            dots_BPM=zeros(size, groups, room),
         )
 
     def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: BroydenMemory) -> tuple[Tensor, BroydenMemory]:
@@ -128,25 +134,26 @@ class Broyden(AbstractSolver):
         dz_BPN = torch.sub(z_BPN, last_z_BPN, out=state.dz_BPMN[:, :, slot])
         df_BPN = torch.sub(fz_BPN, last_fz_BPN, out=state.df_BPMN[:, :, slot])
 
-        # Two passes over the memory give the newest row and column of K and the right-hand side.
+        # Two passes over the memory give the newest row and column of K; the column is also what the change of g adds
+        # to S'g.
         row_BPM = (dz_BPN.unsqueeze(2) @ state.df_BPMN[:, :, :n].mT).squeeze(2)
-        pair_BP2N = torch.empty_like(z_BPN.unsqueeze(2).expand(-1, -1, 2, -1), memory_format=torch.contiguous_format)
-        torch.sub(df_BPN, dz_BPN, out=pair_BP2N[:, :, 0])
-        torch.sub(fz_BPN, z_BPN, out=pair_BP2N[:, :, 1])
-        columns_BP2M = pair_BP2N @ state.dz_BPMN[:, :, :n].mT
+        column_BPM = ((df_BPN - dz_BPN).unsqueeze(2) @ state.dz_BPMN[:, :, :n].mT).squeeze(2)
         square_BP = torch.linalg.vector_norm(dz_BPN, dim=2).square()
-        small_BPS = torch.cat((row_BPM, columns_BP2M.flatten(2), square_BP.unsqueeze(2)), dim=2).double()
+        own_BP = torch.linalg.vecdot(dz_BPN, fz_BPN - z_BPN)
+        small_BPS = torch.cat((row_BPM, column_BPM, torch.stack((square_BP, own_BP), dim=2)), dim=2).double()
         if self.group == "prefix":
             small_BPS = small_BPS.cumsum(1)
-        row_BPM, column_BPM, dots_BPM, square_BP1 = small_BPS.split((n, n, n, 1), dim=2)
+        row_BPM, column_BPM, scalars_BP2 = small_BPS.split((n, n, 2), dim=2)
         state.k_BPMM[:, :, slot, :n] = -row_BPM
         state.k_BPMM[:, :, :n, slot] = -column_BPM
-        state.squares_BPM[:, :, slot] = square_BP1.squeeze(2)
-        return dots_BPM
+        state.dots_BPM[:, :, :n] += column_BPM
+        state.squares_BPM[:, :, slot], state.dots_BPM[:, :, slot] = scalars_BP2.unbind(2)
+        return state.dots_BPM[:, :, :n]
 
     def _grow(self, state: BroydenMemory) -> None:
         room = state.k_BPMM.shape[2]
         more = min(2 * room, self.memory) - room
         pad = torch.nn.functional.pad
         state.dz_BPMN, state.df_BPMN = pad(state.dz_BPMN, (0, 0, 0, more)), pad(state.df_BPMN, (0, 0, 0, more))
-        state.k_BPMM, state.squares_BPM = pad(state.k_BPMM, (0, more, 0, more)), pad(state.squares_BPM, (0, more))
+        state.k_BPMM = pad(state.k_BPMM, (0, more, 0, more))
+        state.squares_BPM, state.dots_BPM = pad(state.squares_BPM, (0, more)), pad(state.dots_BPM, (0, more))
