@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from deqkit.analysis.solver_bench import methods
 from deqkit.cli import COMMANDS, main
 
 SMALL = (
@@ -77,7 +76,7 @@ def test_a_cell_of_the_users_own(tmp_path, capsys):
 
 
 def test_without_torchdeq_its_rows_are_reported_missing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(methods.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert bench("--out", str(tmp_path / "b.json"), "--cells", "trellis", "--only", "default", "--json") == 0
     printed = capsys.readouterr()
     assert "torchdeq rows are missing" in printed.err and "deqkit[bench]" in printed.err

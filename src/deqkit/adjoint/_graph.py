@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deqkit.solve._packing import Packing, select, tensors_in
+from deqkit.solve._packing import Packing, map_tensors, select, tensors_in
 
 # B samples, P groups of positions, N numbers in a group
 
@@ -220,19 +219,3 @@ def refuse_transforms(name: str, *grads: Tensor | None) -> None:
             f"{name} does not run inside torch.func transforms (vmap, jvp, grad, ...). Batches need no vmap: every "
             "sample is solved on its own. For derivatives use torch.autograd (backward, grad, also of higher order)"
         )
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with every tensor replaced by `function` of it."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(function, value) for value in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in dataclasses.fields(tree)]
-        return dataclasses.replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
-    return tree

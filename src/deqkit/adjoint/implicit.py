@@ -14,7 +14,7 @@ from deqkit.solve import AbstractSolver, Anderson, Fallback, Solution, Status, T
 from deqkit.solve._packing import Packing
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Implicit(AttachedAdjoint):
     """Theorem 1 of the paper: dl/dtheta = y' df/dtheta, where y solves `y = J'y + dl/dz*` and J = df/dz at z*.
 
@@ -28,6 +28,7 @@ class Implicit(AttachedAdjoint):
     """Relative to the size of y, sample by sample, so it does not depend on the scale of the loss."""
     max_steps: int = 40
     """Upper bound on the vector-Jacobian products of one backward solve."""
+    _: dataclasses.KW_ONLY
     compact: bool = True
     """Let samples leave the backward solve when they are done (it needs `args`; f is evaluated again for the rest)."""
 

@@ -15,7 +15,7 @@ from deqkit.solve._packing import Packing
 from deqkit.solve._solver import check_count, check_damping
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Phantom(AttachedAdjoint):
     """Backpropagate through `steps` steps z <- (1 - damping) z + damping f(z) that start at z* (Geng et al. 2021).
 

@@ -20,7 +20,7 @@ from deqkit.solve.broyden import BroydenMemory
 # B samples, P groups of positions, N numbers in a group
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class ReuseForward(AttachedAdjoint):
     """SHINE (Ramzi et al. 2022): the forward `Broyden` inverse starts and preconditions the backward solve.
 
@@ -30,6 +30,7 @@ class ReuseForward(AttachedAdjoint):
     """
 
     refine: int = 5
+    _: dataclasses.KW_ONLY
     tol: Tolerance = dataclasses.field(default_factory=Tolerance)
     needs_solver_state = True
 

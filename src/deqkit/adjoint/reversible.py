@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
-from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, map_tensors, refuse_transforms
+from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, refuse_transforms
 from deqkit.solve import FixedPointIteration, NumericalWarning, Solution, Tolerance, fixed_point
-from deqkit.solve._packing import Packing
+from deqkit.solve._packing import Packing, map_tensors
 
 # B samples, P groups of positions, N numbers in a group
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reversible(AbstractAdjoint):
     """y' = (1 - b) y + b f(z), z' = (1 - b) z + b f(y') from y = z = z0 (McCallum et al. 2025), b = `damping`.
 

@@ -16,7 +16,7 @@ from deqkit.solve._packing import Packing
 from deqkit.solve._solver import check_count
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Unrolled(AbstractAdjoint):
     """`steps` applications of f from z0, i.e. a weight-tied network of that depth, backpropagated step by step.
 

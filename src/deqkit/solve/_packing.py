@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -102,20 +102,25 @@ class Packing:
                 )
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`tree` with every tensor replaced by `function` of it."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, value) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(function, value) for value in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree)]
+        return dataclasses.replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
+    return tree
+
+
 def select(tree: Any, index: Tensor) -> Any:
     """`tree` with every tensor cut down to the samples `index` (axis 0)."""
-    if isinstance(tree, Tensor):
-        return tree.index_select(0, index)
-    if isinstance(tree, Mapping):
-        return {key: select(value, index) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(select(value, index) for value in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(select(value, index) for value in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changed = {field.name: select(getattr(tree, field.name), index) for field in dataclasses.fields(tree)}
-        return dataclasses.replace(tree, **changed)
-    return tree
+    return map_tensors(lambda t: t.index_select(0, index), tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

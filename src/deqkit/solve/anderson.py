@@ -27,7 +27,7 @@ class _Memory:
     count: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Anderson(AbstractSolver):
     """Anderson acceleration (type II): the combination of past steps whose residual would be smallest.
 
@@ -38,6 +38,7 @@ class Anderson(AbstractSolver):
 
     memory: int = 5
     """How many differences are kept."""
+    _: dataclasses.KW_ONLY
     mixing: float = 1.0
     """Weight of the new residual in the step, in (0, 1]. Less than 1 helps where J has large negative eigenvalues, as
     in cells trained without a penalty; where f contracts it costs evaluations."""

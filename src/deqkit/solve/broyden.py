@@ -76,7 +76,7 @@ class BroydenMemory:
         return solve_or_zero(k_BPMM, rhs_BPM, self.squares_BPM[:, :, : rhs_BPM.shape[2]])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Broyden(AbstractSolver):
     """The paper's method: "good" Broyden from B = -I with Sherman-Morrison updates, `z' = z - damping * B g(z)`.
 
@@ -87,6 +87,7 @@ class Broyden(AbstractSolver):
 
     memory: int = 6
     """Pairs kept per sample: `2 * memory` states at most, grown as needed."""
+    _: dataclasses.KW_ONLY
     damping: float = 1.0
     """Step size, in (0, 1]."""
     group: str = "sample"

@@ -11,7 +11,7 @@ from deqkit.solve._solver import AbstractSolver, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FixedPointIteration(AbstractSolver):
     """z' = (1 - damping) z + damping f(z). Causal as it is, needs no memory, and converges only if f contracts.
 
@@ -20,6 +20,7 @@ class FixedPointIteration(AbstractSolver):
 
     damping: float = 1.0
     """Weight of f(z) in the step; 1 is the plain iteration. Needed when J has eigenvalues below -1."""
+    _: dataclasses.KW_ONLY
     group: str = "sample"
     """`"prefix"` judges every position by itself and those before it, so that stopping does not leak either."""
 

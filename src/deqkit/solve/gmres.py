@@ -14,7 +14,7 @@ from deqkit.solve._tolerance import Tolerance
 # B samples, N numbers in a state
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class GMRES(AbstractSolver):
     """Restarted GMRES per sample for an f that is affine in z: the smallest residual over the Krylov space.
 

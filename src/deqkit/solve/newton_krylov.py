@@ -17,7 +17,7 @@ _DECREASE = 1e-4  # Armijo: the share of the promised decrease that a step must 
 _SHORTEST = 2.0**-6  # a step is taken at this length even if the residual does not fall
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class NewtonKrylov(AbstractSolver):
     """Newton's method on f(z) - z = 0: each step solves (I - J) dz = f(z) - z by GMRES, matrix free.
 
@@ -28,6 +28,7 @@ class NewtonKrylov(AbstractSolver):
 
     inner_steps: int = 30
     """Products with J at most before a step is taken."""
+    _: dataclasses.KW_ONLY
     forcing: float = 0.1
     """How well each linear system is solved: reduction of its residual, in (0, 1)."""
 
