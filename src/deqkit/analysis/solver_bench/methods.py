@@ -125,6 +125,11 @@ def _deqkit_methods() -> list[Method]:
         Method(library="deqkit", name="default, compact=False", build=_deqkit(compact=False)),
         # The error of the gradient comes mostly from the forward solve: the same effort, better spent.
         Method(library="deqkit", name="0.4 tol fwd, 3 tol bwd", build=_deqkit(forward_factor=0.4, backward_factor=3.0)),
+        Method(
+            library="deqkit",
+            name="anderson, 0.4 tol fwd, 3 tol bwd",
+            build=_deqkit(solver=Anderson(), forward_factor=0.4, backward_factor=3.0),
+        ),
         *(
             Method(library="deqkit", name=name, build=_deqkit(solver=forward, adjoint_solver=backward))
             for name, (forward, backward) in pairs.items()
