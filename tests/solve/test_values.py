@@ -61,5 +61,5 @@ def test_every_setting_is_covered_and_unknown_ones_are_errors(cls):
     assert {field.name for field in dataclasses.fields(cls)} - {"per_token"} == checked
     with pytest.raises(TypeError):
         cls(memmory=3)
-    with pytest.raises(TypeError):
-        cls(3)
+    with pytest.raises(TypeError):  # one setting at most goes without its name
+        cls(*(field.default for field in dataclasses.fields(cls)), 1)
