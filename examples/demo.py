@@ -28,7 +28,7 @@ from deqkit.solve import Broyden, FixedPointIteration
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-BATCH, LENGTH, WIDTH, HEADS, DEPTH, STEPS = 16, 64, 64, 4, 12, 200
+BATCH, LENGTH, WIDTH, HEADS, DEPTH, STEPS = 16, 64, 64, 4, 12, 400
 console = Console()
 
 
