@@ -57,7 +57,8 @@ class Equation:
     def __call__(self, z_BPN: Tensor) -> Tensor:
         if self._autocast_dtype is None:
             return self._evaluate(z_BPN)
-        # Without a cache: it may hold weights that were cast under no_grad, and those pass no gradient on.
+        # Without the cache, which in older torch kept weights cast under no_grad, through which no gradient passes
+        # (torch 2.13 does not, so no test here can tell).
         with torch.autocast(self.packing.device.type, dtype=self._autocast_dtype, cache_enabled=False):
             return self._evaluate(z_BPN)
 
