@@ -29,7 +29,7 @@ def test_every_solver_does_what_plain_iteration_can(solver, rtol):
     assert solution.status is Status.CONVERGED, solution.describe()
 
 
-@pytest.mark.xfail(strict=False, reason="an early position stagnates at a kink, on this rounding; a record, not a check")
+@pytest.mark.xfail(strict=False, reason="an early position stagnates at a kink (hangs on rounding): a record")
 @pytest.mark.parametrize("rtol", [1e-3, 1e-5])
 def test_anderson_prefix_does_what_plain_iteration_can(rtol):
     cell, x_BTD = transformer_cell()
