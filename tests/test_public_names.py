@@ -11,6 +11,21 @@ import deqkit
 ERRORS = ["NonFiniteError", "NotConvergedError", "NumericalWarning"]
 SOLVE = ["Solution", "Status", "Tolerance", "fixed_point", *ERRORS]
 EXPECTED = {
+    "deqkit.layers": [
+        "Embedding",
+        "Softmax",
+        "TransformerCell",
+        "TransformerConfig",
+        "TransformerMemory",
+        "TrellisCell",
+        "TrellisConfig",
+        "TrellisMemory",
+        "VocabularyConfig",
+        "stack",
+        "tie",
+    ],
+    "deqkit.model": ["ModelConfig", "ModelOutput", "ParameterCount", "SequenceModel", "num_parameters"],
+    "deqkit.interop": ["OriginalError", "load_original"],
     "deqkit": ["DEQ", "__version__", *SOLVE],
     "deqkit.solve": [
         "AbstractSolver",

@@ -1,0 +1,222 @@
+"""The transformer cell: relative self-attention over memory and segment with input injection, then a feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deqkit.layers.attention import RelativePositions, attend, sinusoids
+from deqkit.layers.dropout import check_rates, dropped, keep_mask, variational_mask
+from deqkit.layers.linear import Normalisation, make_linear
+
+# B samples, T positions, M positions of memory, D width, H heads, E width of a head, G = 3 H E
+
+STATE_GAIN, CONTRACT_GAIN = 0.1, 0.3  # of fan-in initialisation; with gains of 1 no solver converges at the start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerConfig:
+    """Sizes and regularisation of a `TransformerCell`."""
+
+    width: int
+    """Width of the state and of the embedded input."""
+    num_heads: int
+    """Attention heads."""
+    head_width: int | None = None
+    """Width of a head; width / num_heads if left out."""
+    hidden_width: int
+    """Width of the feed-forward's hidden layer."""
+    pre_norm: bool = False
+    """Normalise what goes into a sub-layer instead of what comes out."""
+    local_size: int = 0
+    """How many positions a query sees, its own included; 0 for all."""
+    inject: bool = True
+    """Add the input to queries, keys and values. Without it the input is the state that a stack starts from."""
+    dropout: float = 0.0
+    """Variational dropout of what the attention and the feed-forward add."""
+    hidden_dropout: float = 0.0
+    """Variational dropout of the feed-forward's hidden layer."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities, drawn once per solve."""
+    normalise: Normalisation = "none"
+    """Normalisation of all weights of the cell but the injection's."""
+    init_std: float | None = 0.05
+    """Weights start at N(0, init_std) as in the paper; None scales by fan-in, small where they act on the state."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "num_heads", "hidden_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % 2:
+            raise ValueError(f"width must be even, for sines and cosines of the positions, got {self.width}")
+        if self.head_width is None and self.width % self.num_heads:
+            raise ValueError(
+                f"width {self.width} does not divide into {self.num_heads} heads; change one or set head_width"
+            )
+        if self.head_width is not None and self.head_width < 1:
+            raise ValueError(f"head_width must be at least 1, got {self.head_width}")
+        if self.local_size < 0:
+            raise ValueError(f"local_size must be at least 0 (0 for no limit), got {self.local_size}")
+        check_rates(dropout=self.dropout, hidden_dropout=self.hidden_dropout, attention_dropout=self.attention_dropout)
+
+    @property
+    def attention_width(self) -> int:
+        """All heads together."""
+        return self.num_heads * (self.head_width or self.width // self.num_heads)
+
+
+class TransformerMemory(NamedTuple):
+    """States and injections of the positions before a segment."""
+
+    z_BMD: Tensor
+    u_BMG: Tensor
+
+
+class TransformerNoise(NamedTuple):
+    """Dropout masks of one pass; None where nothing is dropped."""
+
+    attention_out: Tensor | None = None
+    hidden: Tensor | None = None
+    feed_forward_out: Tensor | None = None
+
+
+class TransformerCell(nn.Module):
+    """`f(z; x) = LN(h + FF(h))` with `h = LN(z + Attention(z W_qkv + x W_x))`, LN without parameters.
+
+    With `pre_norm`: h = z + Attention(LN(z) W_qkv + x W_x), n = LN(h), f = n + FF(n). The state is (B, T, D).
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, inner, std = config.width, config.attention_width, config.init_std
+        options: dict[str, Any] = {"normalise": config.normalise, "std": std}
+        # The gains are those under which untrained cells converge; N(0, std) is the paper's and has none.
+        state_gain, contract_gain = (STATE_GAIN, CONTRACT_GAIN) if std is None else (1.0, 1.0)
+        self.qkv = make_linear(width, 3 * inner, bias=False, gain=state_gain, **options)
+        self.position = make_linear(width, inner, bias=False, **options)
+        self.project = make_linear(inner, width, **options)
+        self.expand = make_linear(width, config.hidden_width, **options)
+        self.contract = make_linear(config.hidden_width, width, gain=contract_gain, **options)
+        biases = torch.randn(2, config.num_heads, inner // config.num_heads) * (0.05 if std is None else std)
+        self.content_bias, self.position_bias = nn.Parameter(biases[0].clone()), nn.Parameter(biases[1].clone())
+        self.injection = make_linear(width, 3 * inner, std=std) if config.inject else None
+
+    @property
+    def output_width(self) -> int:
+        return self.config.width
+
+    def sample_noise(self, x_BTD: Tensor) -> TransformerNoise:
+        """Draw the masks of one pass; all None in evaluation mode."""
+        config, training = self.config, self.training
+        return TransformerNoise(
+            variational_mask(x_BTD, config.width, config.dropout, training=training),
+            variational_mask(x_BTD, config.hidden_width, config.hidden_dropout, training=training),
+            variational_mask(x_BTD, config.width, config.dropout, training=training),
+        )
+
+    def empty_memory(self, x_BTD: Tensor) -> TransformerMemory:
+        """The memory before the first position: of length zero."""
+        batch = x_BTD.shape[0]
+        return TransformerMemory(
+            x_BTD.new_zeros(batch, 0, self.config.width), x_BTD.new_zeros(batch, 0, 3 * self.config.attention_width)
+        )
+
+    def inject(self, x_BTD: Tensor, memory: Any = None, noise: Any = None) -> Tensor:
+        """What the input adds to queries, keys and values, (B, T, 3 H E)."""
+        if self.injection is None:
+            return x_BTD.new_zeros(1).expand(*x_BTD.shape[:2], 3 * self.config.attention_width)
+        return self.injection(x_BTD)
+
+    def initial_state(self, u_BTG: Tensor, *_: Any) -> Tensor:
+        return u_BTG.new_zeros(*u_BTG.shape[:2], self.config.width)
+
+    def bind(
+        self, u_BTG: Tensor, memory: TransformerMemory | None = None, noise: TransformerNoise | None = None
+    ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        """f of the state alone: keys and values of the memory, positions, weights and masks are computed here."""
+        memory = self.empty_memory(u_BTG) if memory is None else memory
+        noise = self.sample_noise(u_BTG) if noise is None else noise
+        weights = _Weights.of(self)
+        length, inner = u_BTG.shape[1], self.config.attention_width
+        num_keys = memory.z_BMD.shape[1] + length
+        codes = F.linear(sinusoids(num_keys, self.config.width, u_BTG), self.position.weight)
+        positions = RelativePositions.of(
+            codes, self.content_bias, self.position_bias, num_queries=length, local_size=self.config.local_size
+        )
+        past = self._normalised(memory.z_BMD)
+        past_kv = F.linear(past, weights.qkv[inner:]) + memory.u_BMG[..., inner:]
+        content = torch.cat([self.content_bias.flatten(), self.content_bias.new_zeros(2 * inner)])
+        keep = self._attention_mask(u_BTG, num_keys)
+
+        def f(z: Tensor, u: Tensor, past_kv: Tensor, noise: TransformerNoise, keep: Tensor | None) -> Tensor:
+            qkv = F.linear(self._normalised(z), weights.qkv) + u
+            out = F.linear(self._attention(qkv, past_kv, positions, keep), weights.project, self.project.bias)
+            h = z + dropped(out, noise.attention_out)
+            h = F.layer_norm(h, h.shape[-1:])
+            # relu(a) m = relu(a m), as m >= 0: in this order one hidden layer is kept for the backward pass, not two.
+            hidden = torch.relu_(dropped(F.linear(h, weights.expand, self.expand.bias), noise.hidden))
+            out = F.linear(hidden, weights.contract, self.contract.bias)
+            h = h + dropped(out, noise.feed_forward_out)
+            return h if self.config.pre_norm else F.layer_norm(h, h.shape[-1:])
+
+        return f, (u_BTG + content, past_kv, noise, keep)
+
+    def forward(self, z_BTD: Tensor, *inputs: Any) -> Tensor:
+        """One application, with the arguments of `bind`."""
+        f, args = self.bind(*inputs)
+        return f(z_BTD, *args)
+
+    def output(self, z_BTD: Tensor) -> Tensor:
+        return z_BTD
+
+    def remember(self, memory: TransformerMemory, z_BTD: Tensor, x_BTD: Tensor, u_BTG: Tensor) -> TransformerMemory:
+        """The memory with a segment added."""
+        return TransformerMemory(torch.cat([memory.z_BMD, z_BTD], 1), torch.cat([memory.u_BMG, u_BTG], 1))
+
+    def truncate(self, memory: TransformerMemory, limit: int) -> TransformerMemory:
+        """The last `limit` positions of a memory."""
+        start = max(0, memory.z_BMD.shape[1] - limit)
+        return TransformerMemory(memory.z_BMD[:, start:], memory.u_BMG[:, start:])
+
+    def _normalised(self, z_BTD: Tensor) -> Tensor:
+        return F.layer_norm(z_BTD, z_BTD.shape[-1:]) if self.config.pre_norm else z_BTD
+
+    def _attention(self, qkv_BTG: Tensor, past_kv: Tensor, positions: RelativePositions, keep: Tensor | None) -> Tensor:
+        batch, length, _ = qkv_BTG.shape
+        inner = self.config.attention_width
+        q = self._heads(qkv_BTG[..., :inner])
+        # memory and segment side by side, keys and values at once
+        kv = torch.cat([past_kv, qkv_BTG[..., inner:]], 1)
+        k, v = (self._heads(part) for part in kv.chunk(2, -1))
+        keep = None if keep is None else keep.transpose(0, 1)
+        out_HBTE = attend(q, k, v, positions.bias(q), keep)
+        return out_HBTE.permute(1, 2, 0, 3).reshape(batch, length, inner)
+
+    def _heads(self, x_BTE: Tensor) -> Tensor:
+        """(B, T, H E) to (H, B, T, E): heads first, so that all samples share one product with the positions."""
+        return x_BTE.unflatten(-1, (self.config.num_heads, -1)).permute(2, 0, 1, 3)
+
+    def _attention_mask(self, u_BTG: Tensor, num_keys: int) -> Tensor | None:
+        rate = self.config.attention_dropout
+        if not self.training or rate == 0:
+            return None
+        return keep_mask(u_BTG, (u_BTG.shape[0], self.config.num_heads, u_BTG.shape[1], num_keys), rate)
+
+
+class _Weights(NamedTuple):
+    """The weights in use, read once: a normalised weight is computed at every reading."""
+
+    qkv: Tensor
+    project: Tensor
+    expand: Tensor
+    contract: Tensor
+
+    @classmethod
+    def of(cls, cell: TransformerCell) -> _Weights:
+        return cls(cell.qkv.weight, cell.project.weight, cell.expand.weight, cell.contract.weight)

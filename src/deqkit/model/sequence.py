@@ -1,0 +1,239 @@
+"""`SequenceModel`: tokens to embeddings, embeddings to an equilibrium (or through layers), and from there to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deqkit.adjoint import AbstractAdjoint
+from deqkit.deq import DEQ
+from deqkit.layers import Embedding, Softmax, TransformerCell, TransformerConfig, TrellisCell
+from deqkit.layers.dropout import dropped, variational_mask
+from deqkit.model.config import ModelConfig
+from deqkit.solve import AbstractSolver, Fallback, Solution, Tolerance
+from deqkit.solve._packing import map_tensors, tensors_in
+
+# B samples, T positions, D width
+
+Depth = Literal["equilibrium"] | int
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelOutput:
+    """What a `SequenceModel` returns."""
+
+    z: Any
+    """The state at all positions of this segment: (B, T, D), for a trellis cell the pair (h, c)."""
+    hidden: Tensor
+    """What the softmax sees, (B, T, D)."""
+    memory: tuple[Any, ...]
+    """Pass it with the next segment. Detached; one entry a cell."""
+    solutions: tuple[Solution, ...]
+    """One solve for every subsequence, in order; empty for a stack."""
+    nll: Tensor | None = None
+    """Negative log-likelihood of every target in token order, (B, T); None without targets."""
+    loss: Tensor | None = None
+    """Mean of `nll` over the targets that are not padding (negative); None without targets."""
+
+    @property
+    def solution(self) -> Solution | None:
+        """The solve; with subsequences the one that ended with the largest residual. None for a stack."""
+        return max(self.solutions, key=lambda s: float(s.residual.max()), default=None)
+
+
+class SequenceModel(nn.Module):
+    """A language model whose body is one cell at its equilibrium, or the same cell applied layer by layer.
+
+    model = SequenceModel(config)
+    output = model(tokens_BT, targets_BT)
+    output.loss.backward()
+    output = model(next_tokens_BT, next_targets_BT, memory=output.memory)
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        num_cells = 1 if config.tied else int(config.depth)
+        cells = [_make_cell(config) for _ in range(num_cells)]
+        is_transformer = isinstance(config.cell, TransformerConfig)
+        width = config.cell.width if isinstance(config.cell, TransformerConfig) else config.cell.input_width
+        std = 0.05 if config.cell.init_std is None else config.cell.init_std
+        self.embedding = Embedding(
+            config.vocabulary,
+            width,
+            scale=width**0.5 if is_transformer else 1.0,
+            dropout=config.embedding_dropout,
+            std=std,
+        )
+        if config.tied:
+            solver = None if config.adjoint.owns_forward else config.solver
+            self.core = DEQ(cells[0], solver=solver, tol=config.tol, max_steps=config.max_steps, adjoint=config.adjoint)
+        else:
+            self.layers = nn.ModuleList(cells)
+        self.softmax = _make_softmax(config, self.embedding, cells[0].output_width, std)
+
+    @property
+    def cells(self) -> Sequence[Any]:
+        """The cells in order: one, or one a layer when they are not tied."""
+        return [self.core.cell] if self.config.tied else list(self.layers)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        memory: tuple[Any, ...] | None = None,
+        *,
+        tol: Tolerance | None = None,
+        max_steps: int | None = None,
+        solver: AbstractSolver | Fallback | None = None,
+        adjoint: AbstractAdjoint | None = None,
+        depth: Depth | None = None,
+    ) -> ModelOutput:
+        """Score a segment.
+
+        Args:
+            tokens_BT: token ids.
+            targets_BT: what follows each token; a negative target is padding.
+            memory: the `memory` of the segment before; None at the start of a text.
+            tol, max_steps, solver, adjoint: settings of the solve for this call. The defaults are the configuration's,
+                which has a tolerance and step limit of its own for evaluation mode.
+            depth: the depth for this call; a shallow one is a cheap start for training.
+        """
+        self._check_tokens(tokens_BT, targets_BT)
+        x_BTD = self.embed(tokens_BT)
+        settings = {"tol": tol, "max_steps": max_steps, "solver": solver, "adjoint": adjoint}
+        output = self.run_body(x_BTD, memory, depth=depth, **settings)
+        if targets_BT is not None:
+            output.nll = self.softmax.nll(output.hidden, targets_BT)
+            output.loss = output.nll.sum() / (targets_BT >= 0).sum()
+        return output
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Token ids to the input of the body, with dropout."""
+        x_BTD = self.embedding(tokens_BT)
+        return dropped(x_BTD, self._mask(x_BTD, self.config.input_dropout))
+
+    def log_probs(self, output: ModelOutput) -> Tensor:
+        """The distribution of the token after each position, (B, T, V)."""
+        return self.softmax.log_probs(output.hidden)
+
+    def run_body(
+        self, x_BTD: Tensor, memory: tuple[Any, ...] | None = None, *, depth: Depth | None = None, **settings: Any
+    ) -> ModelOutput:
+        """Everything between embedding and softmax, piece by piece of a sequence that is cut into subsequences."""
+        depth = self.config.depth if depth is None else depth
+        cells = self.cells
+        memory = tuple(cell.empty_memory(x_BTD) for cell in cells) if memory is None else memory
+        _check_memory(memory, len(cells), x_BTD)
+        noises = [cell.sample_noise(x_BTD) for cell in cells]
+        states, solutions = [], []
+        for piece_BTD in _pieces(x_BTD, self.config.subsequences):
+            if depth == "equilibrium":
+                z, solution, memory = self._solve(piece_BTD, memory, noises, settings)
+                solutions.append(solution)
+            else:
+                z, memory = self._run_layers(piece_BTD, memory, noises, self._num_layers(depth))
+            states.append(z)
+        z = _concatenate(states)
+        hidden_BTD = cells[-1].output(z)
+        return ModelOutput(
+            z=z,
+            hidden=dropped(hidden_BTD, self._mask(hidden_BTD, self.config.output_dropout)),
+            memory=tuple(self._carried(cell, kept) for cell, kept in zip(cells, memory, strict=True)),
+            solutions=tuple(solutions),
+        )
+
+    def _solve(
+        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], settings: dict[str, Any]
+    ) -> tuple[Any, Solution, tuple[Any, ...]]:
+        cell = self.core.cell
+        u = cell.inject(x_BTD, memory[0], noises[0])
+        if not self.training:
+            settings = {**settings, "tol": settings.get("tol") or self.config.eval_tol}
+            settings["max_steps"] = settings.get("max_steps") or self.config.eval_max_steps
+        z, solution = self.core(u, memory[0], noises[0], return_solution=True, **settings)
+        return z, solution, (cell.remember(memory[0], z, x_BTD, u),)
+
+    def _run_layers(
+        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], num_layers: int
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Tied layers all see the final states of earlier segments, untied ones those that their own layer saw."""
+        cells = self.cells
+        bound, injections = [], []
+        for cell, kept, noise in zip(cells, memory, noises, strict=True):
+            injections.append(cell.inject(x_BTD, kept, noise))
+            bound.append(cell.bind(injections[-1], kept, noise))
+        z = cells[0].initial_state(injections[0]) if self._injects else x_BTD
+        inputs = []
+        for layer in range(num_layers):
+            inputs.append(z)
+            f, args = bound[layer % len(cells)]
+            z = checkpoint(f, z, *args, use_reentrant=False) if self.config.checkpoint else f(z, *args)
+        seen = [z] if self.config.tied else inputs
+        after = zip(cells, memory, seen, injections, strict=True)
+        return z, tuple(cell.remember(kept, state, x_BTD, u) for cell, kept, state, u in after)
+
+    def _num_layers(self, depth: int) -> int:
+        if not self.config.tied and depth != self.config.depth:
+            raise ValueError(f"untied cells make a network of depth {self.config.depth}; it cannot have {depth}")
+        return depth
+
+    @property
+    def _injects(self) -> bool:
+        return not isinstance(self.config.cell, TransformerConfig) or self.config.cell.inject
+
+    def _carried(self, cell: Any, memory: Any) -> Any:
+        return map_tensors(Tensor.detach, cell.truncate(memory, self.config.mem_len))
+
+    def _mask(self, x_BTD: Tensor, rate: float) -> Tensor | None:
+        return variational_mask(x_BTD, x_BTD.shape[-1], rate, training=self.training)
+
+    def _check_tokens(self, tokens_BT: Tensor, targets_BT: Tensor | None) -> None:
+        if tokens_BT.ndim != 2 or tokens_BT.numel() == 0:
+            raise ValueError(f"tokens must have shape (batch, length), both at least 1, got {tuple(tokens_BT.shape)}")
+        if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
+            raise ValueError(
+                f"targets must have the shape of the tokens, {tuple(tokens_BT.shape)}, got {tuple(targets_BT.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"depth={self.config.depth}, mem_len={self.config.mem_len}"
+
+
+def _make_cell(config: ModelConfig) -> TransformerCell | TrellisCell:
+    return TransformerCell(config.cell) if isinstance(config.cell, TransformerConfig) else TrellisCell(config.cell)
+
+
+def _make_softmax(config: ModelConfig, embedding: Embedding, width: int, std: float) -> Softmax:
+    vocabulary = config.vocabulary
+    if vocabulary.tie_weights:
+        return Softmax(vocabulary, width, embedding=embedding, std=std)
+    if not isinstance(config.cell, TransformerConfig):  # its untied table is as wide as its output
+        vocabulary = replace(vocabulary, embedding_width=width)
+    return Softmax(vocabulary, width, std=std)
+
+
+def _pieces(x_BTD: Tensor, count: int) -> Sequence[Tensor]:
+    """As equal as they can be; a sequence shorter than `count` gives one piece a position."""
+    return torch.tensor_split(x_BTD, min(count, x_BTD.shape[1]), dim=1)
+
+
+def _concatenate(states: list[Any]) -> Any:
+    if len(states) == 1:
+        return states[0]
+    if isinstance(states[0], Tensor):
+        return torch.cat(states, 1)
+    return tuple(torch.cat(parts, 1) for parts in zip(*states, strict=True))
+
+
+def _check_memory(memory: tuple[Any, ...], num_cells: int, x_BTD: Tensor) -> None:
+    if len(memory) != num_cells:
+        raise ValueError(f"memory must have an entry for each of {num_cells} cells, got {len(memory)}")
+    for tensor in tensors_in(memory):
+        if tensor.shape[0] != x_BTD.shape[0]:
+            raise ValueError(f"memory is of a batch of {tensor.shape[0]}, the tokens of one of {x_BTD.shape[0]}")
