@@ -70,7 +70,7 @@ class BackwardPass:
 
     def solve(self, v_BPN: Tensor, linearised: Linearised) -> Tensor:
         """y = J'y + v, without a graph."""
-        if not bool(torch.isfinite(v_BPN).all()):
+        if bool((~torch.isfinite(v_BPN)).any()):
             raise NonFiniteError(
                 "the gradient that reached the equilibrium is already inf or nan: it comes from the loss or a layer "
                 "after the DEQ, not from its solve",

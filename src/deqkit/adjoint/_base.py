@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from deqkit.adjoint._graph import refuse_transforms
+from deqkit.adjoint._graph import Equation, refuse_transforms
 from deqkit.solve import Solution, Tolerance
 from deqkit.solve._packing import Packing
 
@@ -74,15 +75,12 @@ class AttachedAdjoint(AbstractAdjoint):
             return z
         refuse_transforms(type(self).__name__)
         packing = Packing.of(z, causal=False)
-        return self._attach(f, z, args, packing, solution, on_backward)
+        z_BPN = packing.pack(z).detach()
+        if solution is not None and solution.z is z:
+            solution.z = packing.unpack(z_BPN)  # one copy of the state instead of two, if packing had to copy
+        return packing.unpack(self._attach(Equation(f, packing, args), z_BPN, solution, on_backward))
 
     @abc.abstractmethod
     def _attach(
-        self,
-        f: Callable[..., Any],
-        z: Any,
-        args: tuple[Any, ...],
-        packing: Packing,
-        solution: Solution | None,
-        on_backward: OnBackward | None,
-    ) -> Any: ...
+        self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
+    ) -> Tensor: ...

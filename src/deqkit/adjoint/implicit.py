@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from deqkit.adjoint._backward import BackwardPass, LinearSolve
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._error import forward_error, measure_curvature, next_tolerance
@@ -60,13 +62,6 @@ class Implicit(AttachedAdjoint):
         return next_tolerance(solution, forward_error(solution), self.grad_rtol, max_steps)
 
     def _attach(
-        self,
-        f: Callable[..., Any],
-        z: Any,
-        args: tuple[Any, ...],
-        packing: Packing,
-        solution: Solution | None,
-        on_backward: OnBackward | None,
-    ) -> Any:
-        backward = BackwardPass(self._method(), Equation(f, packing, args), solution, on_backward)
-        return packing.unpack(backward.attach(packing.pack(z)))
+        self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
+    ) -> Tensor:
+        return BackwardPass(self._method(), equation, solution, on_backward).attach(z_BPN)

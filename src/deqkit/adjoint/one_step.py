@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+
+from torch import Tensor
 
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
+from deqkit.adjoint._graph import Equation
 from deqkit.adjoint.phantom import Phantom
 from deqkit.solve import Solution
-from deqkit.solve._packing import Packing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,12 +21,6 @@ class OneStep(AttachedAdjoint):
     """
 
     def _attach(
-        self,
-        f: Callable[..., Any],
-        z: Any,
-        args: tuple[Any, ...],
-        packing: Packing,
-        solution: Solution | None,
-        on_backward: OnBackward | None,
-    ) -> Any:
-        return Phantom(steps=1).attach(f, z, args, solution=solution, on_backward=on_backward)
+        self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
+    ) -> Tensor:
+        return Phantom(steps=1)._attach(equation, z_BPN, solution, on_backward)

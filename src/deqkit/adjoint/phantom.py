@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import Solution
-from deqkit.solve._packing import Packing
 from deqkit.solve._solver import check_count, check_damping
 
 
@@ -32,17 +30,9 @@ class Phantom(AttachedAdjoint):
         check_damping("damping", self.damping)
 
     def _attach(
-        self,
-        f: Callable[..., Any],
-        z: Any,
-        args: tuple[Any, ...],
-        packing: Packing,
-        solution: Solution | None,
-        on_backward: OnBackward | None,
-    ) -> Any:
-        equation = Equation(f, packing, args)
-        fixed_BPN = packing.pack(z).detach()
-        z_BPN = fixed_BPN
+        self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
+    ) -> Tensor:
+        fixed_BPN = z_BPN
         for _ in range(self.steps):
             z_BPN = torch.lerp(z_BPN, equation(z_BPN), self.damping)
-        return packing.unpack(fixed_BPN + (z_BPN - z_BPN.detach()))
+        return fixed_BPN + (z_BPN - z_BPN.detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import AbstractSolver, Anderson, Solution, Tolerance
 from deqkit.solve._fixed_point import check_settings
-from deqkit.solve._packing import Packing
 from deqkit.solve._solver import check_count
 from deqkit.solve.broyden import BroydenMemory
 
@@ -39,14 +37,8 @@ class ReuseForward(AttachedAdjoint):
         check_settings(None, self.tol, None)
 
     def _attach(
-        self,
-        f: Callable[..., Any],
-        z: Any,
-        args: tuple[Any, ...],
-        packing: Packing,
-        solution: Solution | None,
-        on_backward: OnBackward | None,
-    ) -> Any:
+        self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
+    ) -> Tensor:
         parts = None if solution is None else solution.solver_state
         if not parts or not isinstance(parts[0][1], BroydenMemory):
             raise ValueError(
@@ -64,8 +56,7 @@ class ReuseForward(AttachedAdjoint):
             max_steps=self.refine,
             start=memory.apply_transposed,
         )
-        backward = BackwardPass(method, Equation(f, packing, args), solution, on_backward)
-        return packing.unpack(backward.attach(packing.pack(z)))
+        return BackwardPass(method, equation, solution, on_backward).attach(z_BPN)
 
 
 class _Preconditioned(AbstractSolver):

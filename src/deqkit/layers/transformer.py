@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deqkit.layers.attention import RelativePositions, attend, sinusoids
 from deqkit.layers.dropout import check_rates, dropped, keep_mask, variational_mask
 from deqkit.layers.linear import Normalisation, make_linear
+from deqkit.layers.memory import last_positions
 
 # B samples, T positions, M positions of memory, D width, H heads, E width of a head, G = 3 H E
 
@@ -155,7 +156,7 @@ class TransformerCell(nn.Module):
         keep = self._attention_mask(u_BTG, num_keys)
 
         def f(z: Tensor, u: Tensor, past_kv: Tensor, noise: TransformerNoise, keep: Tensor | None) -> Tensor:
-            qkv = F.linear(self._normalised(z), weights.qkv) + u
+            qkv = F.linear(self._normalised(z), weights.qkv, content) + u
             out = F.linear(self._attention(qkv, past_kv, positions, keep), weights.project, self.project.bias)
             h = z + dropped(out, noise.attention_out)
             h = F.layer_norm(h, h.shape[-1:])
@@ -165,7 +166,7 @@ class TransformerCell(nn.Module):
             h = h + dropped(out, noise.feed_forward_out)
             return h if self.config.pre_norm else F.layer_norm(h, h.shape[-1:])
 
-        return f, (u_BTG + content, past_kv, noise, keep)
+        return f, (u_BTG, past_kv, noise, keep)
 
     def forward(self, z_BTD: Tensor, *inputs: Any) -> Tensor:
         """One application, with the arguments of `bind`."""
@@ -175,14 +176,11 @@ class TransformerCell(nn.Module):
     def output(self, z_BTD: Tensor) -> Tensor:
         return z_BTD
 
-    def remember(self, memory: TransformerMemory, z_BTD: Tensor, x_BTD: Tensor, u_BTG: Tensor) -> TransformerMemory:
-        """The memory with a segment added."""
-        return TransformerMemory(torch.cat([memory.z_BMD, z_BTD], 1), torch.cat([memory.u_BMG, u_BTG], 1))
-
-    def truncate(self, memory: TransformerMemory, limit: int) -> TransformerMemory:
-        """The last `limit` positions of a memory."""
-        start = max(0, memory.z_BMD.shape[1] - limit)
-        return TransformerMemory(memory.z_BMD[:, start:], memory.u_BMG[:, start:])
+    def remember(
+        self, memory: TransformerMemory, z_BTD: Tensor, x_BTD: Tensor, u_BTG: Tensor, limit: int | None = None
+    ) -> TransformerMemory:
+        """The last `limit` positions of memory and segment, or all of them."""
+        return TransformerMemory(last_positions(memory.z_BMD, z_BTD, limit), last_positions(memory.u_BMG, u_BTG, limit))
 
     def _normalised(self, z_BTD: Tensor) -> Tensor:
         return F.layer_norm(z_BTD, z_BTD.shape[-1:]) if self.config.pre_norm else z_BTD

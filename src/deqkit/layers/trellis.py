@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deqkit.layers.dropout import check_rates, dropped, keep_mask, variational_mask
+from deqkit.layers.dropout import check_rates, dropped, variational_mask
 from deqkit.layers.linear import Normalisation, make_linear
+from deqkit.layers.memory import last_positions
 
 # B samples, T positions, D input width, H state width, S positions of history, k kernel taps
 
@@ -108,8 +109,17 @@ class TrellisCell(nn.Module):
 
     def _weight_mask(self, like: Tensor, width: int) -> Tensor:
         rows, taps = 4 * self.config.state_width, self.config.kernel_size
-        back = keep_mask(like, (rows, (taps - 1) * width), self.config.weight_dropout)
+        back = torch.rand(rows, (taps - 1) * width, device=like.device) >= self.config.weight_dropout
         return torch.cat([back, back.new_ones(rows, width)], 1)
+
+    def _dropped_weight(self, weight: Tensor, mask: Tensor | None) -> Tensor:
+        """A boolean mask is a quarter of the weight's size; taps that look back are scaled, so that the mean stays."""
+        if mask is None:
+            return weight
+        back = weight.shape[1] * (self.config.kernel_size - 1) // self.config.kernel_size
+        scale = weight.new_ones(weight.shape[1])
+        scale[:back] = 1 / (1 - self.config.weight_dropout)
+        return weight * scale * mask
 
     def empty_memory(self, x_BTD: Tensor) -> TrellisMemory:
         """The memory before the first position: zeros."""
@@ -123,7 +133,7 @@ class TrellisCell(nn.Module):
     def inject(self, x_BTD: Tensor, memory: TrellisMemory | None = None, noise: TrellisNoise | None = None) -> Tensor:
         """The part of the gates that depends on the input alone, (B, T, 4H)."""
         history_BSD = (memory or self.empty_memory(x_BTD)).x_BSD
-        weight = dropped(self.injection.weight, noise.injection if noise else None)
+        weight = self._dropped_weight(self.injection.weight, noise.injection if noise else None)
         return F.linear(_taps(x_BTD, history_BSD, dilation=1), weight, self.injection.bias)
 
     def initial_state(self, u_BTG: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -138,20 +148,21 @@ class TrellisCell(nn.Module):
             memory = self.empty_memory(u_BTG)
         noise = self.sample_noise(u_BTG) if noise is None else noise
         dilation = self.config.dilation
-        weight = dropped(self.conv.weight, noise.conv)
+        weight = self._dropped_weight(self.conv.weight, noise.conv)
         past_h_BSH = dropped(memory.h_BSH, noise.hidden)
 
         def f(
             state: tuple[Tensor, Tensor], u_BTG: Tensor, past_h_BSH: Tensor, past_c_B1H: Tensor, mask: Tensor | None
         ) -> tuple[Tensor, Tensor]:
             h_BTH, c_BTH = state
-            gates_BTG = F.linear(_taps(dropped(h_BTH, mask), past_h_BSH, dilation=dilation), weight) + u_BTG
+            taps = _taps(dropped(h_BTH, mask), past_h_BSH, dilation=dilation)
+            gates_BTG = F.linear(taps, weight, self.conv.bias) + u_BTG
             i_BTH, o_BTH, g_BTH, f_BTH = gates_BTG.chunk(4, -1)
             previous_BTH = torch.cat([past_c_B1H, c_BTH], 1)[:, :-1]
             c_BTH = torch.sigmoid(f_BTH) * previous_BTH + torch.sigmoid(i_BTH) * torch.tanh(g_BTH)
             return torch.sigmoid(o_BTH) * torch.tanh(c_BTH), c_BTH
 
-        return f, (u_BTG + self.conv.bias, past_h_BSH, memory.c_B1H, noise.hidden)
+        return f, (u_BTG, past_h_BSH, memory.c_B1H, noise.hidden)
 
     def forward(self, state: tuple[Tensor, Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
         """One application, with the arguments of `bind`."""
@@ -162,18 +173,21 @@ class TrellisCell(nn.Module):
         return state[0][..., self.config.hidden_width :]
 
     def remember(
-        self, memory: TrellisMemory, state: tuple[Tensor, Tensor], x_BTD: Tensor, u_BTG: Tensor
+        self,
+        memory: TrellisMemory,
+        state: tuple[Tensor, Tensor],
+        x_BTD: Tensor,
+        u_BTG: Tensor,
+        limit: int | None = None,
     ) -> TrellisMemory:
-        """The memory after a segment: what the kernel reaches from the next position."""
+        """The memory after a segment: what the kernel reaches from the next position; nothing if the limit is 0."""
+        if limit == 0:
+            return self.empty_memory(x_BTD)
         return TrellisMemory(
-            _last(torch.cat([memory.h_BSH, state[0]], 1), self.config.reach),
-            _last(state[1], 1),
-            _last(torch.cat([memory.x_BSD, x_BTD], 1), self.config.kernel_size - 1),
+            last_positions(memory.h_BSH, state[0], self.config.reach),
+            last_positions(memory.c_B1H, state[1], 1),
+            last_positions(memory.x_BSD, x_BTD, self.config.kernel_size - 1),
         )
-
-    def truncate(self, memory: TrellisMemory, limit: int) -> TrellisMemory:
-        """The memory itself, whose length the kernel decides; nothing of it if the limit is 0."""
-        return memory if limit else TrellisMemory(*(torch.zeros_like(part) for part in memory))
 
 
 def _taps(x_BTD: Tensor, history_BSD: Tensor, *, dilation: int) -> Tensor:
@@ -182,7 +196,3 @@ def _taps(x_BTD: Tensor, history_BSD: Tensor, *, dilation: int) -> Tensor:
     padded = torch.cat([history_BSD, x_BTD], 1)
     starts = range(0, history_BSD.shape[1] + 1, dilation)
     return torch.cat([padded[:, start : start + length] for start in starts], -1)
-
-
-def _last(x_BTD: Tensor, count: int) -> Tensor:
-    return x_BTD[:, x_BTD.shape[1] - count :]

@@ -132,24 +132,27 @@ class SequenceModel(nn.Module):
         _check_memory(memory, len(cells), x_BTD)
         noises = [cell.sample_noise(x_BTD) for cell in cells]
         states, solutions = [], []
-        for piece_BTD in _pieces(x_BTD, self.config.subsequences):
+        *earlier, last = _pieces(x_BTD, self.config.subsequences)
+        for piece_BTD in (*earlier, last):
+            # Pieces of one sequence see all that came before; from one sequence to the next mem_len positions go.
+            limit = self.config.mem_len if piece_BTD is last else None
             if depth == "equilibrium":
-                z, solution, memory = self._solve(piece_BTD, memory, noises, settings)
+                z, solution, memory = self._solve(piece_BTD, memory, noises, settings, limit)
                 solutions.append(solution)
             else:
-                z, memory = self._run_layers(piece_BTD, memory, noises, self._num_layers(depth))
+                z, memory = self._run_layers(piece_BTD, memory, noises, self._num_layers(depth), limit)
             states.append(z)
         z = _concatenate(states)
         hidden_BTD = cells[-1].output(z)
         return ModelOutput(
             z=z,
             hidden=dropped(hidden_BTD, self._mask(hidden_BTD, self.config.output_dropout)),
-            memory=tuple(self._carried(cell, kept) for cell, kept in zip(cells, memory, strict=True)),
+            memory=map_tensors(Tensor.detach, memory),
             solutions=tuple(solutions),
         )
 
     def _solve(
-        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], settings: dict[str, Any]
+        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], settings: dict[str, Any], limit: int | None
     ) -> tuple[Any, Solution, tuple[Any, ...]]:
         cell = self.core.cell
         u = cell.inject(x_BTD, memory[0], noises[0])
@@ -157,10 +160,10 @@ class SequenceModel(nn.Module):
             settings = {**settings, "tol": settings.get("tol") or self.config.eval_tol}
             settings["max_steps"] = settings.get("max_steps") or self.config.eval_max_steps
         z, solution = self.core(u, memory[0], noises[0], return_solution=True, **settings)
-        return z, solution, (cell.remember(memory[0], z, x_BTD, u),)
+        return z, solution, (cell.remember(memory[0], z, x_BTD, u, limit),)
 
     def _run_layers(
-        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], num_layers: int
+        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], num_layers: int, limit: int | None
     ) -> tuple[Any, tuple[Any, ...]]:
         """Tied layers all see the final states of earlier segments, untied ones those that their own layer saw."""
         cells = self.cells
@@ -169,14 +172,15 @@ class SequenceModel(nn.Module):
             injections.append(cell.inject(x_BTD, kept, noise))
             bound.append(cell.bind(injections[-1], kept, noise))
         z = cells[0].initial_state(injections[0]) if self._injects else x_BTD
-        inputs = []
+        after = []
         for layer in range(num_layers):
-            inputs.append(z)
+            if not self.config.tied:
+                after.append(cells[layer].remember(memory[layer], z, x_BTD, injections[layer], limit))
             f, args = bound[layer % len(cells)]
             z = checkpoint(f, z, *args, use_reentrant=False) if self.config.checkpoint else f(z, *args)
-        seen = [z] if self.config.tied else inputs
-        after = zip(cells, memory, seen, injections, strict=True)
-        return z, tuple(cell.remember(kept, state, x_BTD, u) for cell, kept, state, u in after)
+        if self.config.tied:
+            after.append(cells[0].remember(memory[0], z, x_BTD, injections[0], limit))
+        return z, tuple(after)
 
     def _num_layers(self, depth: int) -> int:
         if not self.config.tied and depth != self.config.depth:
@@ -186,9 +190,6 @@ class SequenceModel(nn.Module):
     @property
     def _injects(self) -> bool:
         return not isinstance(self.config.cell, TransformerConfig) or self.config.cell.inject
-
-    def _carried(self, cell: Any, memory: Any) -> Any:
-        return map_tensors(Tensor.detach, cell.truncate(memory, self.config.mem_len))
 
     def _mask(self, x_BTD: Tensor, rate: float) -> Tensor | None:
         return variational_mask(x_BTD, x_BTD.shape[-1], rate, training=self.training)

@@ -18,6 +18,8 @@ from deqkit.solve._tolerance import Tolerance
 
 _ACTIVE = -1  # a group that still moves; afterwards its code is a Status.severity
 _CONVERGED, _MAX_STEPS, _STALLED, _NONFINITE = (status.severity for status in Status)
+# Whatever the loop asks of its tensors (`bool(x.any())`) is whether something unusual happened, so that an abstract run
+# which answers no to everything, as `deqkit.analysis` makes to count memory, is the run of a solve that goes on.
 _PROGRESS = 0.999  # a residual has fallen if it is this much smaller than when it last fell
 
 
@@ -83,7 +85,7 @@ class _Batch:
     evals_B: Tensor
     amplification_B: Tensor
     previous: tuple[Tensor, Tensor] | None = None
-    """The last point and its residual."""
+    """The last point and f of it: what solvers keep too, so that they share the memory."""
     solver_state: Any = None
 
 
@@ -150,15 +152,14 @@ class Loop:
             z_BPN = self._now.z_BPN
             assert z_BPN is not None
             fz_BPN = self._evaluate(z_BPN)
-            residual_BPN = fz_BPN - z_BPN
             checking = num_evals % options.check_every == 0
-            self._judge(z_BPN, fz_BPN, residual_BPN, checking=checking)
+            self._judge(z_BPN, fz_BPN, checking=checking)
             # A causal solve returns every position's own best point: the last evaluation is kept to measure that.
             if num_evals >= options.max_steps - int(self._causal):
                 return
             if checking and not self._go_on_with_unsolved():
                 return
-            self._step(z_BPN, fz_BPN, residual_BPN)
+            self._step(z_BPN, fz_BPN)
 
     def _evaluate(self, z_BPN: Tensor) -> Tensor:
         begin = time.perf_counter()
@@ -166,19 +167,19 @@ class Loop:
         self._seconds_in_f += time.perf_counter() - begin
         return fz_BPN
 
-    def _norms(self, fz_BPN: Tensor, residual_BPN: Tensor) -> tuple[Tensor, Tensor]:
+    def _norms(self, z_BPN: Tensor, fz_BPN: Tensor) -> tuple[Tensor, Tensor]:
         """||f(z) - z|| and ||f(z)|| of every sample, or of every position with those before it."""
         look = self._options.check_every == 1
-        norm_BP, scale_BP = _norm(residual_BPN, look=look), _norm(fz_BPN, look=look)
+        norm_BP, scale_BP = _norm(fz_BPN - z_BPN, look=look), _norm(fz_BPN, look=look)
         if self._causal:
             norm_BP = norm_BP.square().cumsum(1).sqrt()
             scale_BP = scale_BP.square().cumsum(1).sqrt()
         return norm_BP, scale_BP
 
-    def _judge(self, z_BPN: Tensor, fz_BPN: Tensor, residual_BPN: Tensor, *, checking: bool) -> None:
+    def _judge(self, z_BPN: Tensor, fz_BPN: Tensor, *, checking: bool) -> None:
         """Decide which positions are done, and keep the best point of each."""
         now, tol = self._now, self._options.tol
-        norm_BP, scale_BP = self._norms(fz_BPN, residual_BPN)
+        norm_BP, scale_BP = self._norms(z_BPN, fz_BPN)
         bound_BP = tol.bound(scale_BP, self._tokens_P)
         # Without a tolerance the size of the residual itself tells points apart.
         ratio_BP = norm_BP if tol.rtol == tol.atol == 0 else _ratio(norm_BP, bound_BP)
@@ -212,7 +213,7 @@ class Loop:
         self._record(norm_BP[:, -1], scale_BP[:, -1], alive_B, taken_BP[:, 0])
         finished_B = alive_B & (now.codes_BP != _ACTIVE).all(1)
         if not checking or bool(finished_B.any()):
-            self._look_back(z_BPN, residual_BPN, finished_B)
+            self._look_back(z_BPN, fz_BPN, finished_B)
 
     def _record(self, norm_B: Tensor, scale_B: Tensor, alive_B: Tensor, taken_B: Tensor) -> None:
         """Keep the account of every sample that was still going."""
@@ -229,10 +230,10 @@ class Loop:
         if self._options.trace:
             self._trace.append((now.sample_B, alive_B, _ratio(norm_B, scale_B)))
 
-    def _look_back(self, z_BPN: Tensor, residual_BPN: Tensor, finished_B: Tensor) -> None:
+    def _look_back(self, z_BPN: Tensor, fz_BPN: Tensor, finished_B: Tensor) -> None:
         """For samples that have just finished: what their last step and the solver's memory tell."""
         if self._now.previous is not None:
-            self._estimate_amplification(z_BPN, residual_BPN, finished_B)
+            self._estimate_amplification(z_BPN, fz_BPN, finished_B)
         if self._options.keep_solver_state and bool(finished_B.any()):
             self._keep_states(finished_B)
 
@@ -240,48 +241,48 @@ class Loop:
         index = torch.nonzero(done_B).flatten()
         self._states.append((self._now.sample_B.index_select(0, index), select(self._now.solver_state, index)))
 
-    def _estimate_amplification(self, z_BPN: Tensor, residual_BPN: Tensor, finished_B: Tensor) -> None:
+    def _estimate_amplification(self, z_BPN: Tensor, fz_BPN: Tensor, finished_B: Tensor) -> None:
         """||dz|| / ||dresidual|| of the last step: how far z is from the solution for a residual of a given size."""
         now = self._now
         assert now.previous is not None
-        last_z_BPN, last_residual_BPN = now.previous
-        moved_B = torch.linalg.vector_norm(z_BPN - last_z_BPN, dim=(1, 2), dtype=torch.float64)
-        changed_B = torch.linalg.vector_norm(residual_BPN - last_residual_BPN, dim=(1, 2), dtype=torch.float64)
+        last_z_BPN, last_fz_BPN = now.previous
+        dz_BPN = z_BPN - last_z_BPN
+        moved_B = torch.linalg.vector_norm(dz_BPN, dim=(1, 2), dtype=torch.float64)
+        changed_B = torch.linalg.vector_norm(fz_BPN - last_fz_BPN - dz_BPN, dim=(1, 2), dtype=torch.float64)
         usable_B = finished_B & (changed_B > 0)
         now.amplification_B = torch.where(usable_B, moved_B / changed_B, now.amplification_B)
 
     def _go_on_with_unsolved(self) -> bool:
         """Drop samples that are done if that pays; False when none is left."""
         now = self._now
-        alive_B = (now.codes_BP == _ACTIVE).any(1)
-        num_alive = int(alive_B.sum())
-        if num_alive == 0:
+        done_B = (now.codes_BP != _ACTIVE).all(1)
+        size, num_done = done_B.numel(), int(done_B.sum())
+        if num_done == size:
             return False
         if self._causal:  # positions that failed are still to be measured together with the rest
-            alive_B = (now.codes_BP != _CONVERGED).any(1)
-            num_alive = int(alive_B.sum())
-        size = alive_B.numel()
-        if not (self._options.compact and self._problem.can_compact and num_alive < size):
+            done_B = (now.codes_BP == _CONVERGED).all(1)
+            num_done = int(done_B.sum())
+        if not (num_done and self._options.compact and self._problem.can_compact):
             return True
-        if not self._problem.worth_compacting(num_alive, size):
+        if not self._problem.worth_compacting(size - num_done, size):
             return True
         slim = dataclasses.replace(now, z_BPN=None, previous=None, solver_state=None)
-        self._left.append(select(slim, torch.nonzero(~alive_B).flatten()))
-        index = torch.nonzero(alive_B).flatten()
+        self._left.append(select(slim, torch.nonzero(done_B).flatten()))
+        index = torch.nonzero(~done_B).flatten()
         self._now = select(now, index)
         self._problem.keep(index)
         self._kept_B = index
         return True
 
-    def _step(self, z_BPN: Tensor, fz_BPN: Tensor, residual_BPN: Tensor) -> None:
+    def _step(self, z_BPN: Tensor, fz_BPN: Tensor) -> None:
         now = self._now
         if (kept_B := self._kept_B) is not None:
-            z_BPN, fz_BPN, residual_BPN = (t.index_select(0, kept_B) for t in (z_BPN, fz_BPN, residual_BPN))
+            z_BPN, fz_BPN = z_BPN.index_select(0, kept_B), fz_BPN.index_select(0, kept_B)
             self._kept_B = None
         proposed_BPN, now.solver_state = self._solver.step(z_BPN, fz_BPN, now.solver_state)
         if proposed_BPN.dtype != self._packing.dtype:  # f sees the rounded point, so that is the point
             proposed_BPN = proposed_BPN.to(self._packing.dtype).to(proposed_BPN.dtype)
-        now.previous = (z_BPN, residual_BPN)
+        now.previous = (z_BPN, fz_BPN)
         active_BP = now.codes_BP == _ACTIVE
         now.z_BPN = _choose(active_BP, proposed_BPN, now.best_z_BPN, look=self._options.check_every == 1)
 
@@ -292,7 +293,7 @@ class Loop:
         if now.z_BPN is None or not bool(open_B.any()) or torch.equal(now.z_BPN, now.best_z_BPN):
             return
         fz_BPN = self._evaluate(now.best_z_BPN)
-        norm_BP, scale_BP = self._norms(fz_BPN, fz_BPN - now.best_z_BPN)
+        norm_BP, scale_BP = self._norms(now.best_z_BPN, fz_BPN)
         now.norm_B = torch.where(open_B, norm_BP[:, -1], now.norm_B)
         now.scale_B = torch.where(open_B, scale_BP[:, -1], now.scale_B)
         now.evals_B = now.evals_B + open_B
@@ -339,7 +340,7 @@ class Loop:
 
 def _choose(condition_BP: Tensor, yes_BPN: Tensor, no_BPN: Tensor, *, look: bool) -> Tensor:
     """`torch.where`, without a copy if the condition holds throughout and looking at it is free."""
-    if look and bool(condition_BP.all()):
+    if look and not bool((~condition_BP).any()):
         return yes_BPN
     return torch.where(condition_BP.unsqueeze(2), yes_BPN, no_BPN)
 
@@ -348,7 +349,7 @@ def _norm(x_BPN: Tensor, *, look: bool) -> Tensor:
     """||x|| in float64. Squares of float32 numbers may under- or overflow; only then is the slower way needed."""
     if look:
         norm_BP = torch.linalg.vector_norm(x_BPN, dim=2).double()
-        if bool(((norm_BP > 1e-15) & (norm_BP < 1e18)).all()):
+        if not bool((~((norm_BP > 1e-15) & (norm_BP < 1e18))).any()):  # nan counts as unusual
             return norm_BP
     return torch.linalg.vector_norm(x_BPN, dim=2, dtype=torch.float64)
 

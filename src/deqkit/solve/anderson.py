@@ -67,24 +67,24 @@ class Anderson(AbstractSolver):
         )
 
     def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: _Memory) -> tuple[Tensor, _Memory]:
-        r_BPN = fz_BPN - z_BPN
         plain_BPN = fz_BPN if self.mixing == 1 else torch.lerp(z_BPN, fz_BPN, self.mixing)
         if state.last is None:
-            state.last = (z_BPN, r_BPN)
+            state.last = (z_BPN, fz_BPN)
             return plain_BPN, state
 
         slot = state.count % self.memory
         state.count += 1
         used = min(state.count, self.memory)
-        last_z_BPN, last_r_BPN = state.last
-        state.last = (z_BPN, r_BPN)
-        dr_BPN = torch.sub(r_BPN, last_r_BPN, out=state.residuals_BPMN[:, :, slot])
-        torch.sub(z_BPN, last_z_BPN, out=state.steps_BPMN[:, :, slot]).add_(dr_BPN, alpha=self.mixing)
+        last_z_BPN, last_fz_BPN = state.last
+        state.last = (z_BPN, fz_BPN)
+        step_BPN = torch.sub(z_BPN, last_z_BPN, out=state.steps_BPMN[:, :, slot])
+        dr_BPN = torch.sub(fz_BPN, last_fz_BPN, out=state.residuals_BPMN[:, :, slot]).sub_(step_BPN)
+        step_BPN.add_(dr_BPN, alpha=self.mixing)
 
         # One pass over the memory gives the new row of the Gram matrix, and what it adds to the right-hand side: the
         # residual has changed by dr.
         row_BPM = (dr_BPN.unsqueeze(2) @ state.residuals_BPMN[:, :, :used].mT).squeeze(2).double()
-        own_BP1 = torch.linalg.vecdot(dr_BPN, r_BPN).double().unsqueeze(2)
+        own_BP1 = torch.linalg.vecdot(dr_BPN, fz_BPN - z_BPN).double().unsqueeze(2)
         if self.group == "prefix":
             row_BPM, own_BP1 = row_BPM.cumsum(1), own_BP1.cumsum(1)
         state.gram_BPMM[:, :, slot, :used] = state.gram_BPMM[:, :, :used, slot] = row_BPM
