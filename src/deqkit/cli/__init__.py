@@ -37,6 +37,16 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
         name="BenchSolvers",
         help="measure deqkit and torchdeq side by side: evaluations, products, accuracy, time, memory",
     ),
+    ("data", "prepare"): _Entry(
+        module="deqkit.cli.data",
+        name="DataPrepare",
+        help="turn raw text into a vocabulary and memory-mapped ids",
+    ),
+    ("data", "info"): _Entry(
+        module="deqkit.cli.data",
+        name="DataInfo",
+        help="tell what is in a folder that `data prepare` made",
+    ),
 }
 
 

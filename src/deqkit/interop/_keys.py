@@ -22,19 +22,29 @@ class Reader:
 
     def __init__(self, state: Mapping[str, Tensor], *, ignore: str) -> None:
         for key, value in state.items():
-            if not isinstance(value, Tensor):
-                raise OriginalError(f"{key}: expected a tensor, got {type(value).__name__}")
+            if not isinstance(key, str) or not isinstance(value, Tensor):
+                raise OriginalError(f"{key!s}: expected a name and a tensor, got {type(value).__name__}")
         self._state = {key: value for key, value in state.items() if not re.fullmatch(ignore, key)}
+        self._spelling = {key: key for key in self._state}
 
     def __contains__(self, key: str) -> bool:
         return key in self._state
 
     def expect(self, condition: bool, key: str, problem: str) -> None:
         if not condition:
-            raise OriginalError(f"{key}: {problem}")
+            raise OriginalError(f"{self._spelling.get(key, key)}: {problem}")
 
-    def rename(self, pattern: str, replacement: str) -> None:
-        self._state = {re.sub(f"^{pattern}", replacement, key): value for key, value in self._state.items()}
+    def rename(self, pattern: str, replacement: str) -> bool:
+        """Give keys another name; errors still spell them as the file does. Returns whether there were any."""
+        renamed: dict[str, Tensor] = {}
+        for key, value in self._state.items():
+            name = re.sub(f"^{pattern}", replacement, key)
+            self.expect(name not in renamed, key, "the same weight is there under two names")
+            renamed[name] = value
+            self._spelling[name] = self._spelling[key]
+        changed = renamed.keys() != self._state.keys()
+        self._state = renamed
+        return changed
 
     def put(self, key: str, value: Tensor) -> None:
         self._state[key] = value
@@ -61,17 +71,17 @@ class Reader:
             found.append(self.take(key, ndim=ndim))
         return found
 
-    def linear(self, name: str, key: str, weights: dict[str, Tensor]) -> Normalisation:
-        """A linear map, stored as 2-D or as a convolution with one tap, with or without weight norm and bias."""
-        kind, taps = self.conv(name, key, weights)
+    def linear(self, name: str, key: str, weights: dict[str, Tensor], *, bias: bool = True) -> Normalisation:
+        """A linear map, stored as 2-D or as a convolution with one tap, with or without weight norm."""
+        kind, taps = self.conv(name, key, weights, bias=bias)
         self.expect(taps == 1, f"{key}.weight", f"expected one tap, got {taps}")
         return kind
 
-    def conv(self, name: str, key: str, weights: dict[str, Tensor]) -> tuple[Normalisation, int]:
+    def conv(self, name: str, key: str, weights: dict[str, Tensor], *, bias: bool = True) -> tuple[Normalisation, int]:
         """A convolution, as a linear map on taps side by side, oldest first. Returns the number of taps too."""
-        if f"{key}.bias" in self:
+        if bias:
             weights[f"{name}.bias"] = self.take(f"{key}.bias", ndim=1)
-        if f"{key}.weight_v" in self:
+        if f"{key}.weight_v" in self or f"{key}.weight_g" in self:
             direction, taps = self._side_by_side(f"{key}.weight_v")
             gain = self.take(f"{key}.weight_g")
             self.expect(gain.numel() == direction.shape[0], f"{key}.weight_g", f"expected {direction.shape[0]} values")
@@ -93,13 +103,16 @@ class Reader:
     ) -> None:
         for name, shape in shapes.items():
             prefix = f"core.cell.{name}"
-            weight = weights[f"{prefix}.weight" if f"{prefix}.weight" in weights else f"{prefix}.{DIRECTION}"]
-            got = tuple(weight.shape)
-            self.expect(got == shape, f"{keys[name]}.weight", f"expected {shape} given the other shapes, got {got}")
+            last, ours = ("weight", "weight") if f"{prefix}.weight" in weights else ("weight_v", DIRECTION)
+            got = tuple(weights[f"{prefix}.{ours}"].shape)
+            self.expect(got == shape, f"{keys[name]}.{last}", f"expected {shape} given the other shapes, got {got}")
+            if (bias := weights.get(f"{prefix}.bias")) is not None:
+                got = bias.numel()
+                self.expect(got == shape[0], f"{keys[name]}.bias", f"expected {shape[0]} values, got {got}")
 
     def finish(self) -> None:
         """Nothing may be left over."""
         if self._state:
-            key = min(self._state)
+            key = min(self._spelling[key] for key in self._state)
             more = f" (and {len(self._state) - 1} more)" if len(self._state) > 1 else ""
             raise OriginalError(f"{key}: not a key of a model of the original code{more}")

@@ -6,8 +6,6 @@ the same cell. Sizes, weight norm and tying are read off the tensors; what they 
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +82,8 @@ def load_original(
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a file, without executing anything in it."""
     path = Path(path)
+    if path.is_dir():
+        raise OriginalError(f"{path} is a directory, not a file")
     if path.suffix == ".safetensors":
         try:
             return safetensors.torch.load_file(path)
@@ -91,13 +91,15 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
             raise OriginalError(f"{path} is not a complete safetensors file: {error}") from error
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, zipfile.BadZipFile, RuntimeError, ValueError) as error:
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # a damaged file makes the unpickler raise anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OriginalError(
             f"{path} cannot be read as a state dict ({reason}). A file that pickles a whole model must be converted "
             "where its code is at hand: torch.save(model.state_dict(), FILE)"
         ) from error
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, Mapping):
         raise OriginalError(f"{path} does not hold a state dict, but {type(content).__name__}")
     return dict(content)
 
@@ -108,7 +110,7 @@ def _read_transformer(
     weights: dict[str, Tensor] = {}
     kinds: dict[str, Normalisation] = {}
     for name, key in _TRANSFORMER_LINEARS.items():
-        kinds[name] = reader.linear(f"core.cell.{name}", key, weights)
+        kinds[name] = reader.linear(f"core.cell.{name}", key, weights, bias=name not in ("qkv", "position"))
     normalise = _one_kind(kinds, _TRANSFORMER_LINEARS)
     weights["core.cell.content_bias"] = reader.take("func.dec_attn.r_w_bias", ndim=2)
     num_heads, head_width = weights["core.cell.content_bias"].shape
@@ -138,10 +140,13 @@ def _read_vocabulary(
     tables = reader.take_all("word_emb.emb_layers.{}.weight", ndim=2)
     reader.expect(bool(tables), "word_emb.emb_layers.0.weight", "missing")
     outputs = reader.take_all("crit.out_layers.{}.weight", ndim=2)
-    reader.expect(len(outputs) == len(tables), "crit.out_layers", f"{len(outputs)} of them, {len(tables)} embeddings")
+    problem = f"missing: {len(tables)} tables in the embedding, {len(outputs)} in the softmax"
+    reader.expect(len(outputs) >= len(tables), f"crit.out_layers.{len(outputs)}.weight", problem)
+    reader.expect(len(outputs) <= len(tables), f"word_emb.emb_layers.{len(tables)}.weight", problem)
     for i, (table, output) in enumerate(zip(tables, outputs, strict=True)):
         shape = tuple(table.shape)
         reader.expect(output.shape == table.shape, f"crit.out_layers.{i}.weight", f"expected shape {shape}")
+        reader.expect(table.numel() > 0, f"word_emb.emb_layers.{i}.weight", f"has no numbers, shape {shape}")
     cutoffs, div_val = _read_classes(reader, weights, tables, splits)
     config = VocabularyConfig(
         size=sum(table.shape[0] for table in tables),
@@ -167,8 +172,10 @@ def _read_classes(
     """The classes after the first, whose rows stand in reverse order: cutoffs and div_val."""
     num_tails, width = 0, tables[0].shape[1]
     if "crit.cluster_weight" in reader:
-        num_tails = reader.peek("crit.cluster_weight").shape[0]
-        weights["softmax.class_table"] = reader.take("crit.cluster_weight", (num_tails, width)).flip(0)
+        rows = reader.take("crit.cluster_weight", ndim=2)
+        num_tails = rows.shape[0]
+        reader.expect(rows.shape[1] == width, "crit.cluster_weight", f"expected {width} columns, got {rows.shape[1]}")
+        weights["softmax.class_table"] = rows.flip(0)
         weights["softmax.class_bias"] = reader.take("crit.cluster_bias", (num_tails,)).flip(0)
     else:
         weights["softmax.class_table"] = tables[0].new_zeros(0, width)
@@ -192,7 +199,8 @@ def _read_projections(reader: Reader, config: VocabularyConfig, width: int, weig
         ("word_emb.emb_projs", embed, len(config.table_shapes)),
         ("crit.out_projs", out, len(config.classes)),
     ):
-        reader.expect(len(found) == count, name, f"expected {count} projections, found {len(found)}")
+        first = f"{name}.{min(len(found), count)}"
+        reader.expect(len(found) == count, first, f"expected {count} projections, found {len(found)}")
         for i, tensor in enumerate(found):
             shape = (width, config.widths[i])
             reader.expect(tuple(tensor.shape) == shape, f"{name}.{i}", f"expected {shape}, got {tuple(tensor.shape)}")
@@ -210,11 +218,15 @@ def _read_trellis(
     weights: dict[str, Tensor] = {}
     reader.rename(r"trellisnet\.module\.", "trellisnet.")
     reader.rename(r"(trellisnet|tnet\.module)\.(.*)_raw$", r"\1.\2")
-    reader.rename(r"tnet\.module\.full_conv\.weight1", "trellisnet.inject_conv.weight")
-    reader.rename(r"tnet\.module\.full_conv\.weight2", "trellisnet.func.full_conv.weight")
-    reader.rename(r"tnet\.module\.full_conv\.bias2", "trellisnet.func.full_conv.bias")
-    if "trellisnet.inject_conv.bias" not in reader:  # the first TrellisNet adds one bias for both
+    is_first = [
+        reader.rename(r"tnet\.module\.full_conv\.weight1", "trellisnet.inject_conv.weight"),
+        reader.rename(r"tnet\.module\.full_conv\.weight2", "trellisnet.func.full_conv.weight"),
+        reader.rename(r"tnet\.module\.full_conv\.bias2", "trellisnet.func.full_conv.bias"),
+    ]
+    if any(is_first):  # the first TrellisNet adds one bias for both
         reader.put("trellisnet.inject_conv.bias", torch.zeros_like(reader.peek("trellisnet.func.full_conv.bias")))
+        if dilation != 1:
+            raise ValueError(f"the first TrellisNet dilates its injection too, ours does not: dilation={dilation}")
     keys = {"conv": "trellisnet.func.full_conv", "injection": "trellisnet.inject_conv"}
     sizes = {name: reader.conv(f"core.cell.{name}", key, weights) for name, key in keys.items()}
     normalise = _one_kind({name: kind for name, (kind, _) in sizes.items()}, keys)
@@ -228,6 +240,8 @@ def _read_trellis(
         "injection": (4 * state_width, kernel * encoder.shape[1]),
     }
     reader.check_linears(shapes, weights, keys)
+    got = decoder.shape[1]
+    reader.expect(0 < got <= state_width, "decoder.weight", f"expected 1 to {state_width} columns, got {got}")
     cell = TrellisConfig(
         input_width=encoder.shape[1],
         hidden_width=state_width - decoder.shape[1],
@@ -248,6 +262,8 @@ def _read_split_softmax(
     # The original never saved the tail vectors; they start at zero there. As in
     # the adaptive softmax they stand in reverse order.
     tails = (len(cutoffs), decoder.shape[1])
+    for key, other in (("tail_vectors", "tail_bias"), ("tail_bias", "tail_vectors")):
+        reader.expect(f"criterion.{key}" in reader or f"criterion.{other}" not in reader, f"criterion.{key}", "missing")
     weights["softmax.class_table"] = _optional(reader, "criterion.tail_vectors", tails, decoder).flip(0)
     weights["softmax.class_bias"] = _optional(reader, "criterion.tail_bias", tails[:1], decoder).flip(0)
     _place("embedding.tables", [encoder], weights)

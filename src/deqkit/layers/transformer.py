@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deqkit.layers.attention import RelativePositions, attend, sinusoids
 from deqkit.layers.dropout import check_rates, dropped, keep_mask, variational_mask
+from deqkit.layers.feed_forward import FeedForward
 from deqkit.layers.linear import Normalisation, make_linear
 from deqkit.layers.memory import last_positions
 
@@ -160,10 +161,7 @@ class TransformerCell(nn.Module):
             out = F.linear(self._attention(qkv, past_kv, positions, keep), weights.project, self.project.bias)
             h = z + dropped(out, noise.attention_out)
             h = F.layer_norm(h, h.shape[-1:])
-            # relu(a) m = relu(a m), as m >= 0: in this order one hidden layer is kept for the backward pass, not two.
-            hidden = torch.relu_(dropped(F.linear(h, weights.expand, self.expand.bias), noise.hidden))
-            out = F.linear(hidden, weights.contract, self.contract.bias)
-            h = h + dropped(out, noise.feed_forward_out)
+            h = h + dropped(weights.feed_forward(h, noise.hidden), noise.feed_forward_out)
             return h if self.config.pre_norm else F.layer_norm(h, h.shape[-1:])
 
         return f, (u_BTG, past_kv, noise, keep)
@@ -212,9 +210,10 @@ class _Weights(NamedTuple):
 
     qkv: Tensor
     project: Tensor
-    expand: Tensor
-    contract: Tensor
+    feed_forward: FeedForward
 
     @classmethod
     def of(cls, cell: TransformerCell) -> _Weights:
-        return cls(cell.qkv.weight, cell.project.weight, cell.expand.weight, cell.contract.weight)
+        expand, contract = cell.expand, cell.contract
+        feed_forward = FeedForward(expand.weight, expand.bias, contract.weight, contract.bias)
+        return cls(cell.qkv.weight, cell.project.weight, feed_forward)

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from deqkit.adjoint import Implicit
 from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
 from deqkit.model.config import ModelConfig
+from deqkit.solve import Anderson, Broyden
 
 WT103_WORDS, PTB_WORDS = 267_735, 10_000
 WT103_CUTOFFS = (20_000, 40_000, 200_000)
 WT103_SPLITS = (2_800, 20_000, 76_000)
+# A trellis state travels along the sequence through its cell memory, which quasi-Newton pairs hardly speed up: more of
+# them save no evaluation, and each costs two states of memory.
+TRELLIS_SOLVE: dict[str, Any] = {
+    "solver": Broyden(memory=2, group="prefix"),
+    "adjoint": Implicit(solver=Anderson(memory=1)),
+}
 
 
 def transformer_released() -> ModelConfig:
@@ -84,6 +93,7 @@ def trellis_ptb() -> ModelConfig:
         embedding_dropout=0.1,
         input_dropout=0.45,
         output_dropout=0.45,
+        **TRELLIS_SOLVE,
     )
 
 
@@ -150,4 +160,5 @@ def _trellis(*, input_width: int, hidden_width: int) -> ModelConfig:
         mem_len=1,
         input_dropout=0.1,
         output_dropout=0.1,
+        **TRELLIS_SOLVE,
     )
