@@ -11,6 +11,25 @@ import deqkit
 ERRORS = ["NonFiniteError", "NotConvergedError", "NumericalWarning"]
 SOLVE = ["Solution", "Status", "Tolerance", "fixed_point", *ERRORS]
 EXPECTED = {
+    "deqkit.data": [
+        "AbstractBatches",
+        "Batch",
+        "CopyBatches",
+        "CopyMemory",
+        "Corpus",
+        "DataError",
+        "EvaluationPass",
+        "Manifest",
+        "PrepareConfig",
+        "Streams",
+        "VocabularyMismatchError",
+        "check_vocabulary",
+        "copy_memory",
+        "embedded_corpus",
+        "embedded_text",
+        "open_corpus",
+        "prepare",
+    ],
     "deqkit.layers": [
         "Embedding",
         "Softmax",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,24 +10,37 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READ, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
+_READ, _EQUAL, _NONZERO = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+)
 
 
 @contextmanager
-def abstract_tensors() -> Iterator[None]:
+def abstract_tensors(*, nonzeros: Iterable[int] = ()) -> Iterator[None]:
     """Inside, tensors have no values. Where code asks for one, the answer is that nothing unusual happened.
 
     A solve then runs to its step limit: no sample converges, stalls or becomes nan.
+
+    Args:
+        nonzeros: How many entries successive calls of `torch.nonzero` find.
     """
-    with FakeTensorMode(), _Usual():
+    with FakeTensorMode(), _Usual(nonzeros):
         yield
 
 
 class _Usual(TorchDispatchMode):
+    def __init__(self, nonzeros: Iterable[int]) -> None:
+        super().__init__()
+        self._nonzeros = iter(nonzeros)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ:
             dtype = args[0].dtype
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 0
         if func is _EQUAL:
             return True
+        if func is _NONZERO:
+            return torch.empty(next(self._nonzeros), args[0].ndim, dtype=torch.int64, device=args[0].device)
         return func(*args, **(kwargs or {}))

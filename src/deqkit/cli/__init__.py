@@ -37,6 +37,16 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
         name="BenchSolvers",
         help="measure deqkit and torchdeq side by side: evaluations, products, accuracy, time, memory",
     ),
+    ("bench", "memory"): _Entry(
+        module="deqkit.cli.memory",
+        name="BenchMemory",
+        help="peak training memory of the paper's models and of their layer-by-layer counterparts",
+    ),
+    ("plan",): _Entry(
+        module="deqkit.cli.memory",
+        name="Plan",
+        help="what a training step of a model will need, before any machine is rented",
+    ),
     ("data", "prepare"): _Entry(
         module="deqkit.cli.data",
         name="DataPrepare",

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from deqkit.analysis.results import write_results
 from deqkit.analysis.solver_bench import SolverBenchConfig, run_solver_bench
 from deqkit.cli._command import Command
-
-TABLE_WIDTH = 120
-STYLE: dict[str, Any] = {
-    "box": SIMPLE_HEAD,
-    "collapse_padding": True,
-    "pad_edge": False,
-    "title_justify": "left",
-    "caption_justify": "left",
-    "title_style": "bold",
-}
+from deqkit.cli._terminal import STYLE, TABLE_WIDTH, with_progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +31,7 @@ class BenchSolvers(Command):
     """Print the results to stdout as JSON instead of tables."""
 
     def run(self) -> int:
-        results = _with_progress(self.config)
+        results = with_progress(lambda show: run_solver_bench(self.config, on_progress=show))
         path = write_results(self.out, results)
         if self.json:
             print(json.dumps(results, indent=1))
@@ -55,34 +42,6 @@ class BenchSolvers(Command):
             console.print(_summary_table(results["summary"]))
             console.print(f"Results written to {path}", soft_wrap=True, highlight=False)
         return 0
-
-
-def _with_progress(config: SolverBenchConfig) -> dict[str, Any]:
-    """Run the benchmark with a bar on a terminal, or a line now and then in a log."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return run_solver_bench(config, on_progress=_ProgressLines())
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def show(description: str, num_done: int, num_steps: int) -> None:
-            progress.update(task, description=description, completed=num_done, total=num_steps)
-
-        return run_solver_bench(config, on_progress=show)
-
-
-class _ProgressLines:
-    """Prints the first step of a cell, and then a line every half minute."""
-
-    def __init__(self) -> None:
-        self._last = -math.inf
-
-    def __call__(self, description: str, num_done: int, num_steps: int) -> None:
-        now = time.monotonic()
-        if num_done == 0 or now - self._last > 30:
-            self._last = now
-            print(f"deqkit: {description} ({num_done}/{num_steps})", file=sys.stderr)
 
 
 def _cell_table(cell: Mapping[str, Any]) -> Table:

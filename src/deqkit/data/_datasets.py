@@ -157,14 +157,18 @@ def _find_one(folder: Path, split: str, names: str) -> Path:
     return found[0]
 
 
-def find_text_files(source: Path) -> list[Path]:
-    """A file, or every file in a folder and its sub-folders except hidden ones, in order of their paths."""
+def find_text_files(source: Path, *, apart_from: Path) -> list[Path]:
+    """A file, or every file in a folder and its sub-folders, in order of their paths.
+
+    Hidden files, empty files and what is in the folder `apart_from` are left out.
+    """
     if not source.exists():
         raise DataError(f"{source} does not exist; --from takes a text file or a folder of text files")
     if source.is_file():
         return [source]
     found = sorted(path for path in source.rglob("*") if path.is_file() and not _is_hidden(path, source))
-    found = [path for path in found if path.stat().st_size]  # an empty file adds nothing
+    outside = apart_from.resolve()
+    found = [path for path in found if path.stat().st_size and not path.resolve().is_relative_to(outside)]
     if not found:
         raise DataError(f"{source} has no text in it")
     return found

@@ -47,5 +47,5 @@ def encode_bpe(tokenizer: Tokenizer, pieces: Iterable[str], *, dtype: np.dtype) 
     """The ids of a text that is cut between pre-tokens, several pieces at a time."""
     remaining = iter(pieces)
     while batch := list(itertools.islice(remaining, _BATCH)):
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        for encoding in tokenizer.encode_batch_fast(batch):
             yield np.array(encoding.ids, dtype=dtype)

@@ -71,7 +71,7 @@ class Corpus:
         if self.manifest.level == "bytes":
             return list(text.encode("utf-8"))
         if self.manifest.level == "bpe":
-            return self.vocabulary.encode(text, add_special_tokens=False).ids
+            return self.vocabulary.encode(text).ids
         unified = text.replace("\r\n", "\n").replace("\r", "\n")
         encoder = WordEncoder(self._ids_of_words, dtype=np.dtype(np.int64))
         return encoder.encode(unified.lower() if self.manifest.lowercase else unified, source="the text").tolist()

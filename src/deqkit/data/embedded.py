@@ -20,10 +20,10 @@ import numpy as np
 from deqkit.data._error import DataError
 from deqkit.data._files import ids_dtype
 from deqkit.data._manifest import SPLITS, Level, Manifest, SplitRecord, vocabulary_fingerprint
+from deqkit.data._prepare import DEFAULT_SHARE, software_versions
 from deqkit.data._reading import cut_at_pretokens
 from deqkit.data._subwords import byte_tokenizer, encode_bpe, learn_bpe
 from deqkit.data.corpus import Corpus
-from deqkit.data.prepare import DEFAULT_SHARE, software_versions
 
 NUM_CHARACTERS = 1_000_000
 """About as many characters are taken."""

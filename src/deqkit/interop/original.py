@@ -6,6 +6,7 @@ the same cell. Sizes, weight norm and tying are read off the tensors; what they 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,28 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from deqkit.adjoint import Implicit
 from deqkit.interop._keys import OriginalError, Reader
 from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
 from deqkit.layers.linear import Normalisation
 from deqkit.model import ModelConfig, SequenceModel
+from deqkit.solve import GMRES, Broyden, Tolerance
 
 # Copies of the weights that DEQModule and its predecessors kept for the backward pass, and a buffer.
 _ALIASES = r"(.*\.)?(func_copy|deq|deqback)\..*|pos_emb\.inv_freq|network\.0\..*"
+# What torch.load raises for files that are no state dict or are cut short, as far as is known.
+_DAMAGED = (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, OSError)
+# As exact as float32 allows: an import is for reproducing what was published. The hard cells among the recordings need
+# a long memory and some patience.
+_EXACT = Tolerance(rtol=3e-7, patience=30)
+_SOLVE: dict[str, Any] = {
+    "solver": Broyden(memory=30, group="prefix"),
+    "tol": _EXACT,
+    "max_steps": 100,
+    "eval_tol": Tolerance(rtol=1e-4),
+    "eval_max_steps": 100,
+    "adjoint": Implicit(solver=GMRES(), tol=_EXACT, max_steps=100),
+}
 _TRANSFORMER_LINEARS = {
     "qkv": "func.dec_attn.qkv_net",
     "position": "func.dec_attn.r_net",
@@ -41,6 +57,9 @@ def load_original(
     vocabulary: int | Sequence[str] | None = None,
 ) -> SequenceModel:
     """A model with the weights of a checkpoint of the original code, in the checkpoint's dtype.
+
+    It solves as exactly as float32 allows in training mode, and to 1e-4 in evaluation mode; pass `tol` and `max_steps`
+    with a call, or change `model.config`, for quicker and coarser solves.
 
     Args:
         path_or_state_dict: a file (`torch.save` of a state dict, or safetensors) or the state dict itself. Files are
@@ -74,7 +93,7 @@ def load_original(
     reader.finish()
     _check_vocabulary(config["vocabulary"], vocabulary)
     with torch.random.fork_rng():  # the initial weights are thrown away; the caller's random numbers are not
-        model = SequenceModel(ModelConfig(mem_len=mem_len, **config)).to(weights["embedding.tables.0"].dtype)
+        model = SequenceModel(ModelConfig(mem_len=mem_len, **config, **_SOLVE)).to(weights["embedding.tables.0"].dtype)
     model.load_state_dict(_tied(weights, model))
     return model
 
@@ -93,7 +112,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError):
         raise
-    except Exception as error:  # a damaged file makes the unpickler raise anything
+    except _DAMAGED as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OriginalError(
             f"{path} cannot be read as a state dict ({reason}). A file that pickles a whole model must be converted "
@@ -177,9 +196,6 @@ def _read_classes(
         reader.expect(rows.shape[1] == width, "crit.cluster_weight", f"expected {width} columns, got {rows.shape[1]}")
         weights["softmax.class_table"] = rows.flip(0)
         weights["softmax.class_bias"] = reader.take("crit.cluster_bias", (num_tails,)).flip(0)
-    else:
-        weights["softmax.class_table"] = tables[0].new_zeros(0, width)
-        weights["softmax.class_bias"] = tables[0].new_zeros(0)
     if len(tables) == 1:
         problem = f"{num_tails} classes share one table: pass splits with {num_tails} numbers, got {splits}"
         reader.expect(len(splits or ()) == num_tails, "crit.cluster_weight", problem)
@@ -264,8 +280,10 @@ def _read_split_softmax(
     tails = (len(cutoffs), decoder.shape[1])
     for key, other in (("tail_vectors", "tail_bias"), ("tail_bias", "tail_vectors")):
         reader.expect(f"criterion.{key}" in reader or f"criterion.{other}" not in reader, f"criterion.{key}", "missing")
-    weights["softmax.class_table"] = _optional(reader, "criterion.tail_vectors", tails, decoder).flip(0)
-    weights["softmax.class_bias"] = _optional(reader, "criterion.tail_bias", tails[:1], decoder).flip(0)
+    table = _optional(reader, "criterion.tail_vectors", tails, decoder)
+    bias = _optional(reader, "criterion.tail_bias", tails[:1], decoder)
+    if cutoffs:
+        weights["softmax.class_table"], weights["softmax.class_bias"] = table.flip(0), bias.flip(0)
     _place("embedding.tables", [encoder], weights)
     _place("softmax.tables", [decoder], weights)
     _place("softmax.biases", [reader.take("decoder.bias", (encoder.shape[0],))], weights)

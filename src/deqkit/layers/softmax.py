@@ -58,8 +58,9 @@ class Softmax(nn.Module):
                 source = 0 if vocabulary.div_val == 1 else i
                 tied = embedding.projections[source] if embedding else torch.randn(width, vocabulary.widths[i]) * std
                 self.projections.append(tied)
-        self.class_table = nn.Parameter(torch.randn(num_tails, vocabulary.embedding_width) * std)
-        self.class_bias = nn.Parameter(torch.zeros(num_tails))
+        if num_tails:  # a parameter without entries gets no gradient, which DistributedDataParallel takes for a fault
+            self.class_table = nn.Parameter(torch.randn(num_tails, vocabulary.embedding_width) * std)
+            self.class_bias = nn.Parameter(torch.zeros(num_tails))
 
     def nll(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Negative log-likelihood of every token, in token order; 0 where the target is negative (padding)."""
@@ -93,7 +94,7 @@ class Softmax(nn.Module):
                 table, bias = self.tables[0][start:end], self.biases[0][start:end]
             else:
                 table, bias = self.tables[i], self.biases[i]
-            if i == 0 and len(self.class_bias):
+            if i == 0 and self.vocabulary.cutoffs:
                 table, bias = torch.cat([table, self.class_table]), torch.cat([bias, self.class_bias])
             yield _Class(projections[i], table, bias)
 

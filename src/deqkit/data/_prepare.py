@@ -117,7 +117,7 @@ def _build(config: PrepareConfig, dataset: Dataset, source: Path, into: Path, on
         return build_enwik8(path, into, on_progress=on_progress)
     if config.dataset == "text":
         return build_text(
-            find_text_files(source),
+            find_text_files(source, apart_from=config.out),
             into,
             tokens=config.tokens or "bpe",
             vocab_size=config.vocab_size or DEFAULT_VOCAB_SIZE,
