@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,13 @@ from deqkit.solve._packing import map_tensors, tensors_in
 Depth = Literal["equilibrium"] | int
 
 
+class Equation(NamedTuple):
+    """What was solved, to look at or to penalise: with `f, args = equation.bind()`, z is near f(z, *args)."""
+
+    bind: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    z: Any
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelOutput:
     """What a `SequenceModel` returns."""
@@ -35,6 +43,8 @@ class ModelOutput:
     """Pass it with the next segment. Detached; one entry a cell."""
     solutions: tuple[Solution, ...]
     """One solve for every subsequence, in order; empty for a stack."""
+    equations: tuple[Equation, ...] = ()
+    """What each of them solved."""
     nll: Tensor | None = None
     """Negative log-likelihood of every target in token order, (B, T); None without targets."""
     loss: Tensor | None = None
@@ -131,14 +141,15 @@ class SequenceModel(nn.Module):
         memory = tuple(cell.empty_memory(x_BTD) for cell in cells) if memory is None else memory
         _check_memory(memory, len(cells), x_BTD)
         noises = [cell.sample_noise(x_BTD) for cell in cells]
-        states, solutions = [], []
+        states, solutions, equations = [], [], []
         *earlier, last = _pieces(x_BTD, self.config.subsequences)
         for piece_BTD in (*earlier, last):
             # Pieces of one sequence see all that came before; from one sequence to the next mem_len positions go.
             limit = self.config.mem_len if piece_BTD is last else None
             if depth == "equilibrium":
-                z, solution, memory = self._solve(piece_BTD, memory, noises, settings, limit)
+                z, solution, equation, memory = self._solve(piece_BTD, memory, noises, settings, limit)
                 solutions.append(solution)
+                equations.append(equation)
             else:
                 z, memory = self._run_layers(piece_BTD, memory, noises, self._num_layers(depth), limit)
             states.append(z)
@@ -149,18 +160,20 @@ class SequenceModel(nn.Module):
             hidden=dropped(hidden_BTD, self._mask(hidden_BTD, self.config.output_dropout)),
             memory=map_tensors(Tensor.detach, memory),
             solutions=tuple(solutions),
+            equations=tuple(equations),
         )
 
     def _solve(
         self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], settings: dict[str, Any], limit: int | None
-    ) -> tuple[Any, Solution, tuple[Any, ...]]:
+    ) -> tuple[Any, Solution, Equation, tuple[Any, ...]]:
         cell = self.core.cell
         u = cell.inject(x_BTD, memory[0], noises[0])
         if not self.training:
             settings = {**settings, "tol": settings.get("tol") or self.config.eval_tol}
             settings["max_steps"] = settings.get("max_steps") or self.config.eval_max_steps
         z, solution = self.core(u, memory[0], noises[0], return_solution=True, **settings)
-        return z, solution, (cell.remember(memory[0], z, x_BTD, u, limit),)
+        equation = Equation(partial(cell.bind, u, memory[0], noises[0]), z)
+        return z, solution, equation, (cell.remember(memory[0], z, x_BTD, u, limit),)
 
     def _run_layers(
         self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], num_layers: int, limit: int | None

@@ -1,0 +1,1 @@
+"""Stage 6: drives the stages before it. Configurations, recipes, the loop, checkpoints, evaluation."""

@@ -1,0 +1,273 @@
+"""The training loop.
+
+for every step: the batch -> the objective, part by part -> gradients -> clip -> update -> metrics
+                now and then an evaluation on the validation split, and a checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch import Tensor
+
+from deqkit.data import Batch
+from deqkit.model import ModelOutput
+from deqkit.solve import Status
+from deqkit.train.checkpoint import find_checkpoint
+from deqkit.train.config import TrainConfig
+from deqkit.train.evaluate import evaluate
+from deqkit.train.optimiser import set_lr
+from deqkit.train.run_folder import MetricsFile, RunFolder, read_metrics
+from deqkit.train.state import TrainingState
+from deqkit.train.tasks import make_task
+
+Record = dict[str, Any]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says what to try. Everything up to the last checkpoint is safe."""
+
+
+def train(
+    config: TrainConfig,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    max_steps: int | None = None,
+    on_record: Callable[[Record], None] = lambda record: None,
+) -> Record:
+    """Run or continue a training.
+
+    Args:
+        folder: where it is kept; new, or with `resume` an existing run.
+        max_steps: stop after so many steps of this call, with a checkpoint, as an interruption would.
+        on_record: called with every record that goes to the metrics file.
+
+    Returns:
+        The last evaluation's record, with `finished` telling whether all steps were done.
+    """
+    task = make_task(config)
+    accelerator = _make_accelerator(config, folder)
+    if accelerator.is_main_process and not resume:
+        folder.create(config, data_hash=task.data_hash)
+    accelerator.wait_for_everyone()
+    state = TrainingState(config, task, accelerator)
+    size = state.load(find_checkpoint(folder.checkpoints)) if resume else 0
+    with _Log(state, folder, size, on_record) as log, _catching_signals() as signals:
+        last = log.last_evaluation
+        begun = state.step
+        while state.step < config.steps:
+            record = _train_step(state)
+            log.write(record)
+            stopping = _any_process(accelerator, bool(signals)) or state.step - begun == max_steps
+            if state.step % config.eval_every == 0 or state.step == config.steps:
+                last = _evaluate(state)
+                log.write(last)
+            if state.step % config.checkpoint_every == 0 or state.step == config.steps or stopping:
+                state.save(folder, metrics_size=log.synced_size())
+            if stopping:
+                break
+    return {**last, "step": state.step, "finished": state.step >= config.steps}
+
+
+def _make_accelerator(config: TrainConfig, folder: RunFolder) -> Accelerator:
+    return Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        log_with=list(config.trackers),
+        project_config=ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path)),
+        step_scheduler_with_optimizer=False,
+    )
+
+
+def _train_step(state: TrainingState) -> Record:
+    """One update of the weights, and the record of it."""
+    started = time.perf_counter()
+    config, accelerator, number = state.config, state.accelerator, state.step
+    batch = next(state.batches)
+    state.model.train()
+    lr = state.schedule.lr(number)
+    set_lr(state.optimiser, lr)
+    settings = _settings(config, number)
+    penalise = number % config.regulariser.every == 0 and "depth" not in settings
+    parts = []
+    for part, (tokens_BT, targets_BT) in enumerate(_parts(batch, config.optimiser.accumulate)):
+        if batch.new_context:
+            state.memory[part] = None
+        last_part = part == config.optimiser.accumulate - 1
+        with nullcontext() if last_part else accelerator.no_sync(state.objective):
+            tokens_BT, targets_BT = tokens_BT.to(accelerator.device), targets_BT.to(accelerator.device)
+            objective, added, output = state.objective(
+                tokens_BT, targets_BT, state.memory[part], penalise=penalise, **settings
+            )
+            _require_finite(objective, number, "loss")
+            accelerator.backward(objective / config.optimiser.accumulate)
+        state.memory[part] = output.memory
+        parts.append(_account(output, added))
+    norm: Any = accelerator.clip_grad_norm_(state.objective.parameters(), config.optimiser.clip or math.inf)
+    _require_finite(norm, number, "gradient")
+    state.optimiser.step()
+    state.optimiser.zero_grad()
+    state.step += 1
+    state.update_average()
+    record = _reduced(accelerator, parts)
+    seconds = time.perf_counter() - started
+    return {
+        "kind": "train",
+        "step": state.step,
+        "epoch": state.batches.epoch,
+        **record,
+        "lr": lr,
+        "grad_norm": float(norm),
+        "shallow": "depth" in settings,
+        "seconds": seconds,
+        "tokens_per_second": batch.tokens_BT.numel() * accelerator.num_processes / seconds,
+        "memory_mib": _peak_memory_mib(),
+    }
+
+
+def _settings(config: TrainConfig, number: int) -> dict[str, Any]:
+    """How the model is solved at this step: shallow at first, then with the early adjoint, then as configured."""
+    devices = config.devices
+    if number < devices.warmup_steps:
+        return {"depth": devices.warmup_depth}
+    settings: dict[str, Any] = {}
+    if number < devices.warmup_steps + devices.early_adjoint_steps:
+        settings["adjoint"] = devices.early_adjoint
+    if devices.random_steps:
+        fewer = random.Random(f"{config.seed} {number}").randint(0, devices.random_steps)
+        settings["max_steps"] = max(1, config.model.max_steps - fewer)
+    return settings
+
+
+def _parts(batch: Batch, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(batch.tokens_BT.chunk(count), batch.targets_BT.chunk(count), strict=True)
+
+
+def _require_finite(value: Tensor, number: int, what: str) -> None:
+    if not bool(torch.isfinite(value.detach())):
+        raise TrainingError(
+            f"the {what} of step {number + 1} is not finite, and the weights were left as they were: lower the "
+            "learning rate, lengthen its warm-up, clip harder, or add regulariser.spectral"
+        )
+
+
+def _account(output: ModelOutput, added: dict[str, Tensor]) -> dict[str, float]:
+    """What one part tells: its loss, and how its solves went."""
+    assert output.loss is not None
+    account = {"loss": float(output.loss.detach()), **{name: float(value.detach()) for name, value in added.items()}}
+    for prefix, solutions in (
+        ("", output.solutions),
+        ("backward_", [s.backward for s in output.solutions if s.backward is not None]),
+    ):
+        if solutions:
+            count = len(solutions)
+            account[f"{prefix}evals"] = sum(float(s.num_evals.double().mean()) for s in solutions) / count
+            account[f"{prefix}residual"] = max(float(s.residual.max()) for s in solutions)
+            failed = sum(float((s.codes != Status.CONVERGED.severity).double().mean()) for s in solutions)
+            account[f"{prefix}unconverged"] = failed / count
+    errors = [s.grad_error for s in output.solutions if s.grad_error is not None]
+    if errors:
+        account["grad_error"] = max(errors)
+    return account
+
+
+def _reduced(accelerator: Accelerator, parts: list[dict[str, float]]) -> dict[str, float]:
+    """The mean over the parts of a batch and over processes; of residuals and errors the largest."""
+    names = sorted({name for part in parts for name in part})
+    values = {name: [part[name] for part in parts if name in part] for name in names}
+    largest = {name for name in names if "residual" in name or name == "grad_error"}
+    mine = [max(values[name]) if name in largest else sum(values[name]) / len(values[name]) for name in names]
+    if accelerator.num_processes == 1:
+        return dict(zip(names, mine, strict=True))
+    table: Any = accelerator.gather(torch.tensor([mine], dtype=torch.float64, device=accelerator.device))
+    means, tops = table.mean(0).tolist(), table.amax(0).tolist()
+    return {name: tops[i] if name in largest else means[i] for i, name in enumerate(names)}
+
+
+def _evaluate(state: TrainingState) -> Record:
+    started = time.perf_counter()
+    depth = _settings(state.config, state.step - 1).get("depth")
+    figures = evaluate(state.evaluated_model, state.task, "valid", accelerator=state.accelerator, depth=depth)
+    if figures["loss"] < state.schedule.best:
+        state.best_step = state.step
+    state.schedule.evaluated(figures["loss"])
+    return {"kind": "valid", "step": state.step, **figures, "seconds": time.perf_counter() - started}
+
+
+def _peak_memory_mib() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def _any_process(accelerator: Accelerator, flag: bool) -> bool:
+    if accelerator.num_processes == 1:
+        return flag
+    flags: Any = accelerator.gather(torch.tensor([float(flag)], device=accelerator.device))
+    return bool(flags.max())
+
+
+@contextmanager
+def _catching_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them; the loop looks after every step."""
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = [signal.signal(number, lambda got, _: caught.append(got)) for number in numbers]
+    except ValueError:  # not in the main thread: somebody else has the signals
+        yield caught
+        return
+    try:
+        yield caught
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+class _Log:
+    """The metrics file and the trackers; only the first process writes."""
+
+    def __init__(self, state: TrainingState, folder: RunFolder, size: int, on_record: Callable[[Record], None]) -> None:
+        self._state, self._folder, self._on_record = state, folder, on_record
+        self._size = size
+        self._stack = ExitStack()
+        self._file: MetricsFile | None = None
+
+    @property
+    def last_evaluation(self) -> Record:
+        """The one before this run was resumed."""
+        return next((r for r in reversed(list(read_metrics(self._folder.metrics))) if r["kind"] == "valid"), {})
+
+    def __enter__(self) -> _Log:
+        accelerator = self._state.accelerator
+        if accelerator.is_main_process:
+            self._file = MetricsFile(self._folder.metrics, size=self._size)
+            self._stack.callback(self._file.close)
+        if self._state.config.trackers:
+            accelerator.init_trackers("events", init_kwargs={"tensorboard": {"purge_step": self._state.step + 1}})
+            self._stack.callback(accelerator.end_training)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def write(self, record: Record) -> None:
+        if self._file is not None:
+            self._file.write(record)
+            self._on_record(record)
+        if self._state.config.trackers:
+            numbers = {f"{record['kind']}/{k}": v for k, v in record.items() if isinstance(v, float)}
+            self._state.accelerator.log(numbers, step=record["step"])
+
+    def synced_size(self) -> int:
+        return 0 if self._file is None else self._file.synced_size()

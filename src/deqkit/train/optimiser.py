@@ -1,0 +1,23 @@
+"""The optimiser, and the mean of the weights that averaged SGD evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deqkit.train.config import OptimiserConfig
+
+
+def make_optimiser(config: OptimiserConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def set_lr(optimiser: Any, lr: float) -> None:
+    for group in optimiser.param_groups:
+        group["lr"] = lr

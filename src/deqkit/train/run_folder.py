@@ -1,0 +1,110 @@
+"""A run is a folder: config.json, metrics.jsonl, checkpoints/, events for TensorBoard, report.html."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deqkit
+from deqkit.analysis.results import git_commit, write_results
+from deqkit.train.config import TrainConfig, from_plain, to_plain
+
+
+class RunError(ValueError):
+    """A run folder that cannot be used, in one line with the remedy."""
+
+
+class RunFolder:
+    """Where things are in a run, and its configuration."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    def create(self, config: TrainConfig, *, data_hash: str) -> None:
+        """Start a new run here.
+
+        Raises:
+            RunError: there is something already.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise RunError(f"{self.path} exists already: pass --resume {self.path} to continue it, or another --out")
+        self.checkpoints.mkdir(parents=True)
+        record = {
+            "deqkit": deqkit.__version__,
+            "torch": torch.__version__,
+            "commit": git_commit(),
+            "data_sha256": data_hash,
+            "config": to_plain(config),
+        }
+        write_results(self.path / "config.json", record)
+
+    def read(self) -> dict[str, Any]:
+        """What `config.json` records."""
+        path = self.path / "config.json"
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RunError(f"{self.path} is not a run: it has no config.json") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} is damaged: {error}") from error
+        if not isinstance(record, dict) or "config" not in record:
+            raise RunError(f"{path} does not hold the configuration of a run")
+        return record
+
+    def config(self) -> TrainConfig:
+        try:
+            return from_plain(self.read()["config"])
+        except RunError:
+            raise
+        except ValueError as error:
+            raise RunError(f"{self.path / 'config.json'}: {error}") from error
+
+
+class MetricsFile:
+    """One JSON object a line. Cut back to a given size when a run is resumed, so that no line occurs twice."""
+
+    def __init__(self, path: Path, *, size: int = 0) -> None:
+        path.touch()
+        if path.stat().st_size < size:
+            raise RunError(f"{path} is shorter than when the checkpoint was written; was it edited?")
+        os.truncate(path, size)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def synced_size(self) -> int:
+        """The size of the file, all of which is on disk."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
