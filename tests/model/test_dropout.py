@@ -97,6 +97,16 @@ def test_all_pieces_of_a_sequence_share_their_masks(kind, pieces):
     assert_same_gradients(gradients(split, output.loss), gradients(model, expected.loss))
 
 
+@pytest.mark.parametrize(("kind", "attention"), [("post", 0.0), ("post", 0.3), ("trellis", 0.0)])
+def test_the_equations_of_an_output_are_those_that_were_solved(kind, attention):
+    """Whoever penalises the Jacobian or draws a residual must see the masks of the solve."""
+    model = make(kind, cell={**CELL[kind], **({"attention_dropout": attention} if attention else {})}, seed=SEED)
+    output = seeded(model)
+    for equation in output.equations:
+        f, args = equation.bind()
+        torch.testing.assert_close(flat(f(equation.z, *args)), flat(equation.z), rtol=1e-9, atol=1e-9)
+
+
 @both
 def test_spectral_norm_is_that_of_one_matrix_for_all_pieces(kind):
     """In training each reading of the weight is a step of the power iteration, so it must be read once a call."""

@@ -88,10 +88,13 @@ def test_segments_with_memory_equal_the_joint_solve(kind, cuts):
 
 
 @kinds
-@pytest.mark.parametrize(("pieces", "training"), [(2, True), (4, False), (LENGTH + 5, True)])
-def test_subsequences_equal_the_joint_solve(kind, pieces, training):
-    """Two pieces do not divide eleven positions; more pieces than positions make one of each."""
-    model = make(kind).train(training)
+@pytest.mark.parametrize(("pieces", "mem_len", "training"), [(2, 0, True), (4, 2, False), (LENGTH + 5, 1000, True)])
+def test_subsequences_equal_the_joint_solve(kind, pieces, mem_len, training):
+    """Two pieces do not divide eleven positions; more pieces than positions make one of each.
+
+    What is handed on to the next sequence (mem_len) does not bound what pieces of one sequence see of each other.
+    """
+    model = make(kind, mem_len=mem_len).train(training)
     ids, targets = tokens(), tokens(seed=6)
     split = reconfigured(model, subsequences=pieces)
     with torch.no_grad():

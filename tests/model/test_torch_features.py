@@ -179,7 +179,8 @@ def test_ddp_takes_every_step(kind, name):
     for _ in range(3):
         model.zero_grad()
         wrapped(tokens() % 3, TARGETS % 3).loss.backward()
-    assert_same_gradients({n: p.grad for n, p in model.named_parameters() if n in expected}, expected)  # pyright: ignore
+    for parameter_name, parameter in model.named_parameters():  # some are zero: their class has no targets
+        torch.testing.assert_close(parameter.grad, expected[parameter_name], rtol=1e-8, atol=1e-8)
 
 
 @both

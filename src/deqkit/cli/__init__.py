@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import io
 import logging
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import tyro
@@ -47,6 +49,18 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
         name="Plan",
         help="what a training step of a model will need, before any machine is rented",
     ),
+    ("train",): _Entry(
+        module="deqkit.cli.train",
+        name="Train",
+        help="train a recipe on its data or your text, or go on with a run",
+    ),
+    ("eval",): _Entry(
+        module="deqkit.cli.eval", name="Eval", help="perplexity of a run, with its causality leak; sweeps of the solve"
+    ),
+    ("import",): _Entry(
+        module="deqkit.cli.import_", name="Import", help="make a run of a checkpoint of the original authors' code"
+    ),
+    ("recipes",): _Entry(module="deqkit.cli.train", name="Recipes", help="list the recipes with sizes and times"),
     ("data", "prepare"): _Entry(
         module="deqkit.cli.data",
         name="DataPrepare",
@@ -85,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _complain(error, MISUSED)
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except (ValueError, OSError) as error:  # what the library raises for a user's mistake; a bug keeps its traceback
         if debug:
             raise
@@ -100,15 +117,18 @@ def _parse(words: list[str]) -> Command:
     prog = f"deqkit {' '.join(path)}"
     complaints = io.StringIO()
     try:
+        default, options = command_type.default(options)
+        read = functools.partial(
+            tyro.cli,
+            command_type,
+            prog=prog,
+            description=entry.help,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
+            registry=importlib.import_module("deqkit.cli._config").registry(),
+        )
         with contextlib.redirect_stderr(complaints):
-            command, unknown = tyro.cli(
-                command_type,
-                prog=prog,
-                description=entry.help,
-                args=options,
-                return_unknown_args=True,
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
+            command, unknown = read(args=options, return_unknown_args=True)
     except SystemExit as exit_:
         if not exit_.code:  # --help
             raise
@@ -116,8 +136,18 @@ def _parse(words: list[str]) -> Command:
     except ValueError as error:  # a config that refuses its values
         raise UsageError(f"{error} (see {prog} --help)") from error
     if unknown:
-        raise UsageError(f"unknown option {' '.join(unknown)} (see {prog} --help)")
+        raise UsageError(f"unknown option {unknown[0]}{_meant(unknown[0], read)} (see {prog} --help)")
     return command
+
+
+def _meant(option: str, read: Callable[..., object]) -> str:
+    """The option that was probably meant, from the command's own help."""
+    text = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
+        read(args=["--help"])
+    known = set(re.findall(r"--[a-z][a-z0-9_.-]*", text.getvalue()))
+    close = difflib.get_close_matches(option, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _find_command(words: list[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -13,6 +13,11 @@ class Command(abc.ABC):
     debug: bool = False
     """Show the traceback of an error."""
 
+    @classmethod
+    def default(cls, words: list[str]) -> tuple[Command | None, list[str]]:
+        """What the options start from, and the words that are left to be read as options."""
+        return None, words
+
     @abc.abstractmethod
     def run(self) -> int:
         """Do the work, print what came of it, and return the exit status.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from deqkit._plain import unknown
 from deqkit.analysis.memory_bench import MemoryBenchConfig, run_memory_bench
 from deqkit.analysis.results import write_results
 from deqkit.analysis.training_memory import TrainingMemory, training_memory
@@ -22,6 +22,7 @@ from deqkit.cli._command import Command
 from deqkit.cli._terminal import STYLE, TABLE_WIDTH, with_progress
 from deqkit.model import ModelConfig, SequenceModel, num_parameters
 from deqkit.model.paper import PAPER_MODELS
+from deqkit.train.recipes import RECIPES
 
 MIB, GIB = 2**20, 2**30
 
@@ -55,7 +56,7 @@ class Plan(Command):
     """What a training step of a model will need, found out without its memory or its time."""
 
     name: Annotated[str, tyro.conf.Positional]
-    """The model."""
+    """A recipe, or a model of the paper's tables."""
     batch: int = 15
     """Samples."""
     length: int = 150
@@ -84,12 +85,12 @@ class Plan(Command):
 
 
 def find_model(name: str) -> ModelConfig:
-    """The model of that name."""
-    if name not in PAPER_MODELS:
-        close = difflib.get_close_matches(name, PAPER_MODELS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(PAPER_MODELS)}"
-        raise ValueError(f"unknown model {name!r}; {hint}")
-    return PAPER_MODELS[name]()
+    """The model of a recipe, or one of the paper's tables."""
+    if name in RECIPES:
+        return RECIPES[name]().model
+    if name in PAPER_MODELS:
+        return PAPER_MODELS[name]()
+    raise ValueError(unknown("recipe or model", name, (*RECIPES, *PAPER_MODELS)))
 
 
 def _plan_table(memory: TrainingMemory, optimiser: int) -> Table:

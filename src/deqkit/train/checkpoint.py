@@ -53,7 +53,8 @@ class CheckpointWriter:
 
     def commit(self) -> Path:
         if self.final.exists():  # the same step of the same run, written before an interruption
-            shutil.rmtree(self.final)
+            _remove(self.final)
+        _sync(self.partial)
         os.rename(self.partial, self.final)
         _sync(self.final.parent)
         return self.final
@@ -104,7 +105,7 @@ def prune(folder: Path, *, keep: int, best_step: int | None) -> None:
         shutil.rmtree(partial, ignore_errors=True)
     for step, path in list_checkpoints(folder)[:-keep]:
         if step != best_step:
-            shutil.rmtree(path)
+            _remove(path)
 
 
 def flatten(tree: Any, prefix: str = "") -> tuple[dict[str, Tensor], Any]:
@@ -131,6 +132,14 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Any) -> Any:
     if kind == "list":
         return [unflatten(tensors, value) for value in content]
     return content
+
+
+def _remove(checkpoint: Path) -> None:
+    """Take the name away first: whatever stops the removal, no half of a checkpoint passes for a whole."""
+    doomed = checkpoint.with_name(f"{_PARTIAL}old-{checkpoint.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed)
 
 
 def _sync(path: Path) -> None:

@@ -80,8 +80,15 @@ def train(
     return {**last, "step": state.step, "finished": state.step >= config.steps}
 
 
+def try_step(config: TrainConfig) -> Record:
+    """One step of a run, of which nothing is kept: whether it works, and what it costs."""
+    accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no")
+    return _train_step(TrainingState(config, make_task(config), accelerator))
+
+
 def _make_accelerator(config: TrainConfig, folder: RunFolder) -> Accelerator:
     return Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else accelerate leaves processes without GPUs on their own
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         log_with=list(config.trackers),
         project_config=ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path)),

@@ -14,6 +14,8 @@ import deqkit
 from deqkit.analysis.results import git_commit, write_results
 from deqkit.train.config import TrainConfig, from_plain, to_plain
 
+_CONFIG = "config.json"
+
 
 class RunError(ValueError):
     """A run folder that cannot be used, in one line with the remedy."""
@@ -43,9 +45,8 @@ class RunFolder:
         Raises:
             RunError: there is something already.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and (not self.path.is_dir() or any(self._content())):
             raise RunError(f"{self.path} exists already: pass --resume {self.path} to continue it, or another --out")
-        self.checkpoints.mkdir(parents=True)
         record = {
             "deqkit": deqkit.__version__,
             "torch": torch.__version__,
@@ -53,11 +54,16 @@ class RunFolder:
             "data_sha256": data_hash,
             "config": to_plain(config),
         }
-        write_results(self.path / "config.json", record)
+        write_results(self.path / _CONFIG, record)  # from this moment on there is a run, which can be resumed
+        self.checkpoints.mkdir(exist_ok=True)
+
+    def _content(self) -> Iterator[Path]:
+        """What is in the folder, apart from what a kill in the middle of `create` leaves."""
+        return (path for path in self.path.iterdir() if not path.name.startswith(f".{_CONFIG}."))
 
     def read(self) -> dict[str, Any]:
         """What `config.json` records."""
-        path = self.path / "config.json"
+        path = self.path / _CONFIG
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -74,16 +80,19 @@ class RunFolder:
         except RunError:
             raise
         except ValueError as error:
-            raise RunError(f"{self.path / 'config.json'}: {error}") from error
+            raise RunError(f"{self.path / _CONFIG}: {error}") from error
 
 
 class MetricsFile:
     """One JSON object a line. Cut back to a given size when a run is resumed, so that no line occurs twice."""
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
+        if size and (not path.exists() or path.stat().st_size < size):
+            raise RunError(
+                f"{path} is missing or shorter than when the latest checkpoint was written: put it back, or remove "
+                "that checkpoint to go on from the one before"
+            )
         path.touch()
-        if path.stat().st_size < size:
-            raise RunError(f"{path} is shorter than when the checkpoint was written; was it edited?")
         os.truncate(path, size)
         self._file = path.open("a", encoding="utf-8")
 

@@ -129,6 +129,8 @@ class TrainingState:
         _set_random_state(own["random"])
 
     def _check(self, state: dict[str, Any], checkpoint: Path) -> None:
+        if state["optimiser"] is None:
+            raise CheckpointError(f"{checkpoint} is an imported model without an optimiser: there is nothing to resume")
         if state["vocabulary"] != self.task.fingerprint:
             raise CheckpointError(f"{checkpoint} was made with another vocabulary than that of the data")
         if state["num_processes"] != self.accelerator.num_processes:
