@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ class Stacked(nn.Module):
         """Zeros: those of each cell where it says so, else like the first argument and like z1."""
         z1 = _start(self.first, *args)
         return z1, _start(self.second, z1)
+
+    def bind(self, *args: Any) -> tuple[Callable[..., tuple[Any, Any]], tuple[Any, ...]]:
+        """What the first cell does once per solve. The second cannot: its input changes with z1."""
+        bind: Any = getattr(self.first, "bind", None)
+        first, args = (self.first, args) if bind is None else bind(*args)
+
+        def f(state: tuple[Any, Any], *args: Any) -> tuple[Any, Any]:
+            return first(state[0], *args), self.second(state[1], state[0])
+
+        return f, args
 
     def forward(self, state: tuple[Any, Any], *args: Any) -> tuple[Any, Any]:
         z1, z2 = state

@@ -6,13 +6,6 @@ import torch
 from torch import Tensor
 
 
-def check_rates(**rates: float) -> None:
-    """Raise a ValueError unless every rate is a probability below one."""
-    for name, rate in rates.items():
-        if not 0 <= rate < 1:
-            raise ValueError(f"{name} must be at least 0 and below 1, got {rate!r}")
-
-
 def keep_mask(like: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
     """Zeros with probability `rate`, and 1 / (1 - rate) elsewhere, so that the mean stays."""
     keep = torch.rand(shape, device=like.device, dtype=torch.float32) >= rate

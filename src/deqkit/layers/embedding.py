@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deqkit.layers.checks import check_whole
 from deqkit.layers.dropout import keep_mask
 
 # B samples, T positions, N tokens, D width, V vocabulary
@@ -30,8 +31,7 @@ class VocabularyConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cutoffs", tuple(self.cutoffs))
-        if self.size < 1 or self.embedding_width < 1 or self.div_val < 1:
-            raise ValueError("size, embedding_width and div_val must be at least 1")
+        check_whole(1, size=self.size, embedding_width=self.embedding_width, div_val=self.div_val)
         edges = (0, *self.cutoffs, self.size)
         if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
             raise ValueError(f"cutoffs must rise between 0 and the vocabulary size {self.size}, got {self.cutoffs}")
@@ -86,6 +86,8 @@ class Embedding(nn.Module):
             x = self._look_up(0, tokens_BT)
         else:
             flat_N = tokens_BT.flatten()
+            if bool(((flat_N < 0) | (flat_N >= self.vocabulary.size)).any()):
+                raise IndexError(f"token ids must be at least 0 and below {self.vocabulary.size}")
             x = self.tables[0].new_empty(flat_N.numel(), self.width)
             for i, (start, end) in enumerate(self.vocabulary.classes):
                 index = torch.nonzero((flat_N >= start) & (flat_N < end)).flatten()

@@ -8,7 +8,8 @@ hidden layer a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,13 @@ class FeedForward(NamedTuple):
         return back if mask is None else back.mul_(mask)
 
 
+def _autocast(x: Tensor) -> Callable[[], torch.autocast]:
+    """The setting of the forward pass, for the backward pass, which autograd runs without."""
+    device = x.device.type
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
 class _ToInput(torch.autograd.Function):
     """The value, and its derivative by x."""
 
@@ -70,7 +78,7 @@ class _ToInput(torch.autograd.Function):
             positive.append(hidden > 0)
             out.append(forward.contract(hidden))
             del hidden  # before the next part is computed
-        ctx.num_parts = len(positive)
+        ctx.autocast = _autocast(x_BTD)
         ctx.save_for_backward(mask, *weights, *positive)
         return torch.cat(out, 1)
 
@@ -79,7 +87,8 @@ class _ToInput(torch.autograd.Function):
         mask, *rest = ctx.saved_tensors
         forward, positive = FeedForward(*rest[:4]), rest[4:]
         pieces = zip(grads[0].split([p.shape[1] for p in positive], 1), positive, strict=True)
-        parts = [forward.back_to_hidden(g, p, mask) @ forward.expand_WD for g, p in pieces]
+        with ctx.autocast():
+            parts = [forward.back_to_hidden(g, p, mask) @ forward.expand_WD for g, p in pieces]
         return torch.cat(parts, 1), None, None, None, None, None
 
 
@@ -90,6 +99,7 @@ class _ToWeights(torch.autograd.Function):
     def forward(ctx: Any, inputs: tuple[Tensor, Tensor | None], *weights: Tensor) -> Tensor:
         # x is kept, with its graph, without being an input: its derivative would be asked for in every product.
         ctx.save_for_backward(*inputs, *weights)
+        ctx.autocast = _autocast(inputs[0])
         return inputs[0].new_zeros(1).expand(*inputs[0].shape[:2], weights[2].shape[0])
 
     @staticmethod
@@ -97,11 +107,12 @@ class _ToWeights(torch.autograd.Function):
         x_BTD, mask, *weights = ctx.saved_tensors
         forward = FeedForward(*weights)
         expand, contract = _WeightGradient(), _WeightGradient()
-        for x, grad in forward.parts(x_BTD, grads[0]):
-            hidden = forward.hidden(x, mask)
-            contract.add(grad, hidden)
-            expand.add(forward.back_to_hidden(grad, hidden > 0, mask), x)
-            del hidden
+        with ctx.autocast():
+            for x, grad in forward.parts(x_BTD, grads[0]):
+                hidden = forward.hidden(x, mask)
+                contract.add(grad, hidden)
+                expand.add(forward.back_to_hidden(grad, hidden > 0, mask), x)
+                del hidden
         return None, expand.weight, expand.bias, contract.weight, contract.bias
 
 

@@ -73,8 +73,8 @@ class Softmax(nn.Module):
         nll_N = _nll(classes[0], hidden_ND, head_N)
         for tail, (start, end) in zip(classes[1:], self.vocabulary.classes[1:], strict=True):
             index = torch.nonzero((targets_N >= start) & (targets_N < end)).flatten()
-            if index.numel():
-                nll_N = nll_N.index_add(0, index, _nll(tail, hidden_ND[index], targets_N[index] - start))
+            # Also without any, so that every parameter has a gradient: DistributedDataParallel waits for all of them.
+            nll_N = nll_N.index_add(0, index, _nll(tail, hidden_ND[index], targets_N[index] - start))
         return nll_N.view(targets_BT.shape)
 
     def log_probs(self, hidden_BTD: Tensor) -> Tensor:

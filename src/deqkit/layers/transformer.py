@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqkit.layers.attention import RelativePositions, attend, sinusoids
-from deqkit.layers.dropout import check_rates, dropped, keep_mask, variational_mask
+from deqkit.layers.checks import check_rates, check_weights, check_whole
+from deqkit.layers.dropout import dropped, variational_mask
 from deqkit.layers.feed_forward import FeedForward
 from deqkit.layers.linear import Normalisation, make_linear
 from deqkit.layers.memory import last_positions
@@ -51,19 +52,17 @@ class TransformerConfig:
     """Weights start at N(0, init_std) as in the paper; None scales by fan-in, small where they act on the state."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "num_heads", "hidden_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_whole(1, width=self.width, num_heads=self.num_heads, hidden_width=self.hidden_width)
+        check_whole(0, local_size=self.local_size)
+        check_weights(self.normalise, self.init_std)
         if self.width % 2:
             raise ValueError(f"width must be even, for sines and cosines of the positions, got {self.width}")
         if self.head_width is None and self.width % self.num_heads:
             raise ValueError(
                 f"width {self.width} does not divide into {self.num_heads} heads; change one or set head_width"
             )
-        if self.head_width is not None and self.head_width < 1:
-            raise ValueError(f"head_width must be at least 1, got {self.head_width}")
-        if self.local_size < 0:
-            raise ValueError(f"local_size must be at least 0 (0 for no limit), got {self.local_size}")
+        if self.head_width is not None:
+            check_whole(1, head_width=self.head_width)
         check_rates(dropout=self.dropout, hidden_dropout=self.hidden_dropout, attention_dropout=self.attention_dropout)
 
     @property
@@ -85,6 +84,8 @@ class TransformerNoise(NamedTuple):
     attention_out: Tensor | None = None
     hidden: Tensor | None = None
     feed_forward_out: Tensor | None = None
+    attention_seed: int | None = None
+    """Of the mask on attention probabilities, which is drawn in `bind`, where its size is known."""
 
 
 class TransformerCell(nn.Module):
@@ -120,6 +121,7 @@ class TransformerCell(nn.Module):
             variational_mask(x_BTD, config.width, config.dropout, training=training),
             variational_mask(x_BTD, config.hidden_width, config.hidden_dropout, training=training),
             variational_mask(x_BTD, config.width, config.dropout, training=training),
+            int(torch.randint(2**62, ())) if training and config.attention_dropout else None,
         )
 
     def empty_memory(self, x_BTD: Tensor) -> TransformerMemory:
@@ -154,7 +156,7 @@ class TransformerCell(nn.Module):
         past = self._normalised(memory.z_BMD)
         past_kv = F.linear(past, weights.qkv[inner:]) + memory.u_BMG[..., inner:]
         content = torch.cat([self.content_bias.flatten(), self.content_bias.new_zeros(2 * inner)])
-        keep = self._attention_mask(u_BTG, num_keys)
+        keep = self._attention_mask(u_BTG, num_keys, noise.attention_seed)
 
         def f(z: Tensor, u: Tensor, past_kv: Tensor, noise: TransformerNoise, keep: Tensor | None) -> Tensor:
             qkv = F.linear(self._normalised(z), weights.qkv, content) + u
@@ -192,17 +194,21 @@ class TransformerCell(nn.Module):
         k, v = (self._heads(part) for part in kv.chunk(2, -1))
         keep = None if keep is None else keep.transpose(0, 1)
         out_HBTE = attend(q, k, v, positions.bias(q), keep)
+        if keep is not None:
+            out_HBTE = out_HBTE / (1 - self.config.attention_dropout)
         return out_HBTE.permute(1, 2, 0, 3).reshape(batch, length, inner)
 
     def _heads(self, x_BTE: Tensor) -> Tensor:
         """(B, T, H E) to (H, B, T, E): heads first, so that all samples share one product with the positions."""
         return x_BTE.unflatten(-1, (self.config.num_heads, -1)).permute(2, 0, 1, 3)
 
-    def _attention_mask(self, u_BTG: Tensor, num_keys: int) -> Tensor | None:
-        rate = self.config.attention_dropout
-        if not self.training or rate == 0:
+    def _attention_mask(self, u_BTG: Tensor, num_keys: int, seed: int | None) -> Tensor | None:
+        """Which probabilities are kept: a boolean, a quarter of the size of what it masks."""
+        if seed is None:
             return None
-        return keep_mask(u_BTG, (u_BTG.shape[0], self.config.num_heads, u_BTG.shape[1], num_keys), rate)
+        shape = (u_BTG.shape[0], self.config.num_heads, u_BTG.shape[1], num_keys)
+        generator = torch.Generator(u_BTG.device).manual_seed(seed)
+        return torch.rand(shape, device=u_BTG.device, generator=generator) >= self.config.attention_dropout
 
 
 class _Weights(NamedTuple):

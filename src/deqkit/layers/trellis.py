@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deqkit.layers.dropout import check_rates, dropped, variational_mask
+from deqkit.layers.checks import check_rates, check_weights, check_whole
+from deqkit.layers.dropout import dropped, variational_mask
 from deqkit.layers.linear import Normalisation, make_linear
 from deqkit.layers.memory import last_positions
 
@@ -41,11 +42,10 @@ class TrellisConfig:
     """Weights start at N(0, init_std) as in the paper; None scales by fan-in."""
 
     def __post_init__(self) -> None:
-        for name in ("input_width", "output_width", "kernel_size", "dilation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.hidden_width < 0:
-            raise ValueError(f"hidden_width must be at least 0, got {self.hidden_width}")
+        check_whole(1, input_width=self.input_width, output_width=self.output_width)
+        check_whole(1, kernel_size=self.kernel_size, dilation=self.dilation)
+        check_whole(0, hidden_width=self.hidden_width)
+        check_weights(self.normalise, self.init_std)
         check_rates(hidden_dropout=self.hidden_dropout, weight_dropout=self.weight_dropout)
 
     @property

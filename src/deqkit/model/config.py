@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
-from deqkit.layers.dropout import check_rates
-from deqkit.solve import AbstractSolver, Anderson, Broyden, Tolerance
+from deqkit.layers.checks import check_rates, check_whole
+from deqkit.solve import AbstractSolver, Anderson, Broyden, Fallback, Tolerance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,25 +55,42 @@ class ModelConfig:
             input_dropout=self.input_dropout,
             output_dropout=self.output_dropout,
         )
-        if self.depth != "equilibrium" and (not isinstance(self.depth, int) or self.depth < 1):
-            raise ValueError(f'depth must be "equilibrium" or a whole number of at least 1, got {self.depth!r}')
-        if self.depth == "equilibrium":
-            self._check_equilibrium()
-        if self.mem_len < 0:
-            raise ValueError(f"mem_len must be at least 0, got {self.mem_len}")
-        for name in ("subsequences", "max_steps", "eval_max_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self._check_kinds()
+        self.check_depth(self.depth)
+        if self.depth == "equilibrium" and self.checkpoint:
+            raise ValueError("an equilibrium keeps no layers that checkpointing could save; set depth, or drop it")
+        check_whole(0, mem_len=self.mem_len)
+        check_whole(1, subsequences=self.subsequences, max_steps=self.max_steps, eval_max_steps=self.eval_max_steps)
         if isinstance(self.cell, TrellisConfig):
             self._check_trellis(self.cell)
 
-    def _check_equilibrium(self) -> None:
-        if not self.tied:
-            raise ValueError("untied cells have no equilibrium: set tied=True, or depth to a number of layers")
-        if self.checkpoint:
-            raise ValueError("an equilibrium keeps no layers that checkpointing could save; set depth, or drop it")
-        if isinstance(self.cell, TransformerConfig) and not self.cell.inject:
-            raise ValueError("an equilibrium without injection would not depend on the input; set cell.inject=True")
+    def check_depth(self, depth: Any) -> None:
+        """Raise a ValueError unless the cells can be used at this depth."""
+        if depth == "equilibrium":
+            if not self.tied:
+                raise ValueError("untied cells have no equilibrium: set tied=True, or depth to a number of layers")
+            if isinstance(self.cell, TransformerConfig) and not self.cell.inject:
+                raise ValueError("an equilibrium without injection would not depend on the input: set cell.inject=True")
+            return
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+            raise ValueError(f'depth must be "equilibrium" or a whole number of at least 1, got {depth!r}')
+        if not self.tied and depth != self.depth:
+            raise ValueError(f"untied cells make a network of depth {self.depth}; it cannot have {depth}")
+
+    def _check_kinds(self) -> None:
+        kinds: dict[str, Any] = {
+            "vocabulary": VocabularyConfig,
+            "cell": (TransformerConfig, TrellisConfig),
+            "solver": (AbstractSolver, Fallback),
+            "tol": Tolerance,
+            "eval_tol": Tolerance,
+            "adjoint": AbstractAdjoint,
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                example = kind[0] if isinstance(kind, tuple) else kind
+                raise ValueError(f"{name} must be a {example.__name__}, got {value!r}")
 
     def _check_trellis(self, cell: TrellisConfig) -> None:
         vocabulary = self.vocabulary

@@ -9,15 +9,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from deqkit.adjoint import AbstractAdjoint
 from deqkit.deq import DEQ
 from deqkit.layers import Embedding, Softmax, TransformerCell, TransformerConfig, TrellisCell
 from deqkit.layers.dropout import dropped, variational_mask
+from deqkit.layers.memory import check_memory
 from deqkit.model.config import ModelConfig
 from deqkit.solve import AbstractSolver, Fallback, Solution, Tolerance
-from deqkit.solve._packing import map_tensors, tensors_in
+from deqkit.solve._packing import map_tensors
 
 # B samples, T positions, D width
 
@@ -94,8 +96,8 @@ class SequenceModel(nn.Module):
 
     def forward(
         self,
-        tokens_BT: Tensor,
-        targets_BT: Tensor | None = None,
+        tokens: Tensor,
+        targets: Tensor | None = None,
         memory: tuple[Any, ...] | None = None,
         *,
         tol: Tolerance | None = None,
@@ -107,20 +109,20 @@ class SequenceModel(nn.Module):
         """Score a segment.
 
         Args:
-            tokens_BT: token ids.
-            targets_BT: what follows each token; a negative target is padding.
+            tokens: token ids, (batch, length).
+            targets: what follows each token; a negative target is padding.
             memory: the `memory` of the segment before; None at the start of a text.
             tol, max_steps, solver, adjoint: settings of the solve for this call. The defaults are the configuration's,
                 which has a tolerance and step limit of its own for evaluation mode.
             depth: the depth for this call; a shallow one is a cheap start for training.
         """
-        self._check_tokens(tokens_BT, targets_BT)
-        x_BTD = self.embed(tokens_BT)
+        _check_ids(tokens, targets)
+        x_BTD = self.embed(tokens)
         settings = {"tol": tol, "max_steps": max_steps, "solver": solver, "adjoint": adjoint}
         output = self.run_body(x_BTD, memory, depth=depth, **settings)
-        if targets_BT is not None:
-            output.nll = self.softmax.nll(output.hidden, targets_BT)
-            output.loss = output.nll.sum() / (targets_BT >= 0).sum()
+        if targets is not None:
+            output.nll = self.softmax.nll(output.hidden, targets.long())
+            output.loss = output.nll.sum() / (targets >= 0).sum().clamp(min=1)
         return output
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
@@ -137,9 +139,18 @@ class SequenceModel(nn.Module):
     ) -> ModelOutput:
         """Everything between embedding and softmax, piece by piece of a sequence that is cut into subsequences."""
         depth = self.config.depth if depth is None else depth
+        self.config.check_depth(depth)
+        empty = tuple(cell.empty_memory(x_BTD) for cell in self.cells)
+        memory = empty if memory is None else memory
+        check_memory(memory, empty)
+        # Normalised weights are the same for all pieces (spectral norm moves on at every reading).
+        with parametrize.cached():
+            return self._run_pieces(x_BTD, memory, depth, settings)
+
+    def _run_pieces(
+        self, x_BTD: Tensor, memory: tuple[Any, ...], depth: Depth, settings: dict[str, Any]
+    ) -> ModelOutput:
         cells = self.cells
-        memory = tuple(cell.empty_memory(x_BTD) for cell in cells) if memory is None else memory
-        _check_memory(memory, len(cells), x_BTD)
         noises = [cell.sample_noise(x_BTD) for cell in cells]
         states, solutions, equations = [], [], []
         *earlier, last = _pieces(x_BTD, self.config.subsequences)
@@ -151,7 +162,7 @@ class SequenceModel(nn.Module):
                 solutions.append(solution)
                 equations.append(equation)
             else:
-                z, memory = self._run_layers(piece_BTD, memory, noises, self._num_layers(depth), limit)
+                z, memory = self._run_layers(piece_BTD, memory, noises, depth, limit)
             states.append(z)
         z = _concatenate(states)
         hidden_BTD = cells[-1].output(z)
@@ -168,9 +179,11 @@ class SequenceModel(nn.Module):
     ) -> tuple[Any, Solution, Equation, tuple[Any, ...]]:
         cell = self.core.cell
         u = cell.inject(x_BTD, memory[0], noises[0])
+        settings = {name: value for name, value in settings.items() if value is not None}
         if not self.training:
-            settings = {**settings, "tol": settings.get("tol") or self.config.eval_tol}
-            settings["max_steps"] = settings.get("max_steps") or self.config.eval_max_steps
+            settings = {"tol": self.config.eval_tol, "max_steps": self.config.eval_max_steps, **settings}
+        if not settings.get("adjoint", self.config.adjoint).owns_forward:
+            settings = {"solver": self.config.solver, **settings}
         z, solution = self.core(u, memory[0], noises[0], return_solution=True, **settings)
         equation = Equation(partial(cell.bind, u, memory[0], noises[0]), z)
         return z, solution, equation, (cell.remember(memory[0], z, x_BTD, u, limit),)
@@ -195,25 +208,12 @@ class SequenceModel(nn.Module):
             after.append(cells[0].remember(memory[0], z, x_BTD, injections[0], limit))
         return z, tuple(after)
 
-    def _num_layers(self, depth: int) -> int:
-        if not self.config.tied and depth != self.config.depth:
-            raise ValueError(f"untied cells make a network of depth {self.config.depth}; it cannot have {depth}")
-        return depth
-
     @property
     def _injects(self) -> bool:
         return not isinstance(self.config.cell, TransformerConfig) or self.config.cell.inject
 
     def _mask(self, x_BTD: Tensor, rate: float) -> Tensor | None:
         return variational_mask(x_BTD, x_BTD.shape[-1], rate, training=self.training)
-
-    def _check_tokens(self, tokens_BT: Tensor, targets_BT: Tensor | None) -> None:
-        if tokens_BT.ndim != 2 or tokens_BT.numel() == 0:
-            raise ValueError(f"tokens must have shape (batch, length), both at least 1, got {tuple(tokens_BT.shape)}")
-        if targets_BT is not None and targets_BT.shape != tokens_BT.shape:
-            raise ValueError(
-                f"targets must have the shape of the tokens, {tuple(tokens_BT.shape)}, got {tuple(targets_BT.shape)}"
-            )
 
     def extra_repr(self) -> str:
         return f"depth={self.config.depth}, mem_len={self.config.mem_len}"
@@ -245,9 +245,14 @@ def _concatenate(states: list[Any]) -> Any:
     return tuple(torch.cat(parts, 1) for parts in zip(*states, strict=True))
 
 
-def _check_memory(memory: tuple[Any, ...], num_cells: int, x_BTD: Tensor) -> None:
-    if len(memory) != num_cells:
-        raise ValueError(f"memory must have an entry for each of {num_cells} cells, got {len(memory)}")
-    for tensor in tensors_in(memory):
-        if tensor.shape[0] != x_BTD.shape[0]:
-            raise ValueError(f"memory is of a batch of {tensor.shape[0]}, the tokens of one of {x_BTD.shape[0]}")
+def _check_ids(tokens: Any, targets: Any) -> None:
+    for name, ids in (("tokens", tokens), ("targets", targets)):
+        if ids is not None and (not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64)):
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"{name} must be a tensor of int64 or int32 ids, got {got}")
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise ValueError(f"tokens must have shape (batch, length), both at least 1, got {tuple(tokens.shape)}")
+    if targets is not None and targets.shape != tokens.shape:
+        raise ValueError(
+            f"targets must have the shape of the tokens, {tuple(tokens.shape)}, got {tuple(targets.shape)}"
+        )

@@ -1,0 +1,75 @@
+"""Planned memory against measured memory, and the figures of `bench memory`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deqkit.analysis.memory_bench import MemoryBenchConfig, run_memory_bench
+from deqkit.analysis.training_memory import training_memory
+from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
+from deqkit.model import ModelConfig
+from deqkit.solve import Broyden
+
+BATCH, LENGTH = 6, 24
+TRANSFORMER = ModelConfig(
+    vocabulary=VocabularyConfig(size=400, embedding_width=32, cutoffs=(40, 150), div_val=2),
+    cell=TransformerConfig(width=32, num_heads=2, hidden_width=96, dropout=0.1, normalise="weight", init_std=None),
+    mem_len=16,
+    max_steps=8,
+)
+TRELLIS = ModelConfig(
+    vocabulary=VocabularyConfig(size=300, embedding_width=24, cutoffs=(60,)),
+    cell=TrellisConfig(input_width=24, hidden_width=40, output_width=24, hidden_dropout=0.1, weight_dropout=0.2),
+    mem_len=1,
+    max_steps=8,
+    solver=Broyden(memory=2, group="prefix"),
+)
+MODELS = {
+    "transformer": TRANSFORMER,
+    "trellis": TRELLIS,
+    "subsequences": replace(TRANSFORMER, subsequences=3),
+    "layers": replace(TRANSFORMER, depth=4),
+    "checkpointing": replace(TRANSFORMER, depth=4, checkpoint=True),
+}
+
+
+@pytest.mark.parametrize("body_only", [True, False], ids=["body", "whole"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_an_abstract_run_needs_what_a_real_one_needs(model, body_only):
+    torch.manual_seed(0)
+    planned, measured = (
+        training_memory(model, batch=BATCH, length=LENGTH, body_only=body_only, abstract=abstract)
+        for abstract in (True, False)
+    )
+    assert planned.peak == pytest.approx(measured.peak, rel=0.05)
+    assert planned.parameters == measured.parameters
+
+
+def test_the_meter_against_a_count_by_hand():
+    """A stack keeps for every layer at least its state; four times the layers keep four times as much."""
+    few, many = (
+        training_memory(replace(TRANSFORMER, depth=depth), batch=BATCH, length=LENGTH, body_only=True)
+        for depth in (4, 16)
+    )
+    state = BATCH * LENGTH * 32 * 4
+    assert many.activations - few.activations >= 12 * state
+    assert 2.5 < many.activations / few.activations < 4
+
+
+def test_the_equilibrium_does_not_grow_with_its_step_limit():
+    few, many = (
+        training_memory(replace(TRANSFORMER, max_steps=limit), batch=BATCH, length=LENGTH, body_only=True)
+        for limit in (20, 80)
+    )
+    assert few.peak == pytest.approx(many.peak, rel=0.02)
+
+
+def test_the_benchmark_reports_what_it_measured():
+    results = run_memory_bench(MemoryBenchConfig(batch=1, length=8, max_steps=4), on_progress=lambda *_: None)
+    for row in results["comparisons"]:
+        peaks = [results["bytes"][row[name]]["peak"] for name in ("equilibrium", "layers")]
+        assert row["ratio"] == pytest.approx(peaks[0] / peaks[1])
+        assert row["holds"] is (row["ratio"] <= row["bar"])
+    for held in results["bytes"].values():
+        assert held["peak"] == sum(held[part] for part in ("parameters", "gradients", "activations", "solver"))
