@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deqkit.adjoint import Implicit
 from deqkit.analysis.memory_bench import MemoryBenchConfig, run_memory_bench
 from deqkit.analysis.training_memory import training_memory
 from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
@@ -17,12 +18,14 @@ TRANSFORMER = ModelConfig(
     cell=TransformerConfig(width=32, num_heads=2, hidden_width=96, dropout=0.1, normalise="weight", init_std=None),
     mem_len=16,
     max_steps=8,
+    adjoint=Implicit(max_steps=8),
 )
 TRELLIS = ModelConfig(
     vocabulary=VocabularyConfig(size=300, embedding_width=24, cutoffs=(60,)),
     cell=TrellisConfig(input_width=24, hidden_width=40, output_width=24, hidden_dropout=0.1, weight_dropout=0.2),
     mem_len=1,
     max_steps=8,
+    adjoint=Implicit(max_steps=8),
     solver=Broyden(memory=2, group="prefix"),
 )
 MODELS = {
@@ -66,7 +69,9 @@ def test_the_equilibrium_does_not_grow_with_its_step_limit():
 
 
 def test_the_benchmark_reports_what_it_measured():
-    results = run_memory_bench(MemoryBenchConfig(batch=1, length=8, max_steps=4), on_progress=lambda *_: None)
+    results = run_memory_bench(
+        MemoryBenchConfig(batch=1, length=4, max_steps=3, step_limits=(2, 3)), on_progress=lambda *_: None
+    )
     for row in results["comparisons"]:
         peaks = [results["bytes"][row[name]]["peak"] for name in ("equilibrium", "layers")]
         assert row["ratio"] == pytest.approx(peaks[0] / peaks[1])

@@ -41,6 +41,8 @@ class MemoryBenchConfig:
     """Positions, as in the paper."""
     max_steps: int = 30
     """Evaluations of every forward and backward solve."""
+    step_limits: tuple[int, int] = (10, 100)
+    """Two limits between which memory should not change."""
     real: bool = False
     """Compute with numbers. The models with layers need up to 11 GB of memory, and everything takes long."""
 
@@ -65,7 +67,7 @@ def run_memory_bench(config: MemoryBenchConfig, *, on_progress: OnProgress) -> d
         **results_header(benchmark="bench memory", seed=0, config=config),
         "bytes": measured,
         "comparisons": comparisons,
-        "summary": _summary(measured, comparisons),
+        "summary": _summary(measured, comparisons, config.step_limits),
     }
 
 
@@ -74,7 +76,7 @@ def _jobs(config: MemoryBenchConfig) -> dict[str, ModelConfig]:
     for equilibrium, layers, checkpointing, *_ in COMPARISONS:
         jobs[equilibrium] = _with_limit(PAPER_MODELS[equilibrium](), config.max_steps)
         jobs[_name(layers, checkpointing)] = replace(PAPER_MODELS[layers](), checkpoint=checkpointing)
-    for limit in (10, 100):
+    for limit in config.step_limits:
         jobs[f"trellis-ptb, {limit} steps"] = _with_limit(PAPER_MODELS["trellis-ptb"](), limit)
         jobs[f"transformer-small, {limit} steps"] = _with_limit(PAPER_MODELS["transformer-small"](), limit)
     return jobs
@@ -113,12 +115,14 @@ def _compare(
     }
 
 
-def _summary(measured: dict[str, dict[str, int]], comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _summary(
+    measured: dict[str, dict[str, int]], comparisons: list[dict[str, Any]], step_limits: tuple[int, int]
+) -> list[dict[str, Any]]:
     rows = [{"name": f"{c['equilibrium']} / {c['layers']}", "value": c["ratio"], "bar": c["bar"]} for c in comparisons]
     share = measured["trellis-ptb"]["peak"] / measured["trellis-ptb-tied-60"]["peak"]
     rows.append({"name": "share of the 60-layer TrellisNet", "value": share, "bar": MAX_SHARE_OF_60_LAYERS})
     for model in ("trellis-ptb", "transformer-small"):
-        few, many = (measured[f"{model}, {limit} steps"]["peak"] for limit in (10, 100))
-        change = abs(many / few - 1)
-        rows.append({"name": f"{model}: change from 10 to 100 steps", "value": change, "bar": MAX_CHANGE_BY_STEPS})
+        few, many = (measured[f"{model}, {limit} steps"]["peak"] for limit in step_limits)
+        name = f"{model}: change from {step_limits[0]} to {step_limits[1]} steps"
+        rows.append({"name": name, "value": abs(many / few - 1), "bar": MAX_CHANGE_BY_STEPS})
     return [{**row, "holds": row["value"] <= row["bar"]} for row in rows]

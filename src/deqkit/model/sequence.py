@@ -74,7 +74,7 @@ class SequenceModel(nn.Module):
         cells = [_make_cell(config) for _ in range(num_cells)]
         is_transformer = isinstance(config.cell, TransformerConfig)
         width = config.cell.width if isinstance(config.cell, TransformerConfig) else config.cell.input_width
-        std = 0.05 if config.cell.init_std is None else config.cell.init_std
+        std = width**-0.5 if config.cell.init_std is None else config.cell.init_std
         self.embedding = Embedding(
             config.vocabulary,
             width,
