@@ -44,6 +44,7 @@ EXPECTED = {
         "tie",
     ],
     "deqkit.model": ["ModelConfig", "ModelOutput", "ParameterCount", "SequenceModel", "num_parameters"],
+    "deqkit.report": ["write_report"],
     "deqkit.interop": ["OriginalError", "import_original", "load_original"],
     "deqkit": ["DEQ", "__version__", *SOLVE],
     "deqkit.solve": [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -47,10 +48,9 @@ def decode(kind: type[T], plain: Any, makers: Mapping[str, type], *, where: str 
 def parse_expression(text: str, makers: Mapping[str, type]) -> Any:
     """The object that an expression such as `Anderson(memory=5)` makes; only the classes in `makers` may occur."""
     try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        raise ValueError(f"{text!r} is not an expression such as {next(iter(makers), 'Name')}()") from None
-    return _build(node, text, makers)
+        return _build(ast.parse(text.strip(), mode="eval").body, text, makers)
+    except (SyntaxError, RecursionError, MemoryError):  # the last two: thousands of signs or brackets
+        raise ValueError(f"{text[:200]!r} is not an expression such as {next(iter(makers), 'Name')}()") from None
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
@@ -61,8 +61,8 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def _build(node: ast.expr, text: str, makers: Mapping[str, type]) -> Any:
-    if isinstance(node, ast.Name) and node.id in makers:
-        return makers[node.id]()
+    if isinstance(node, ast.Name) and node.id in makers:  # Anderson is short for Anderson()
+        node = ast.Call(func=node, args=[], keywords=[])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.func.id not in makers:
             raise ValueError(unknown("name", node.func.id, makers))
@@ -72,11 +72,11 @@ def _build(node: ast.expr, text: str, makers: Mapping[str, type]) -> Any:
         keywords = {str(k.arg): _build(k.value, text, makers) for k in node.keywords}
         try:
             return makers[node.func.id](*arguments, **keywords)
-        except TypeError as error:
+        except (TypeError, AttributeError, ArithmeticError) as error:  # a value of a type that nobody expected
             raise ValueError(f"{text!r}: {error}") from error
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):  # a TypeError for a list inside a set
         name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
         raise ValueError(unknown("name", name, makers)) from None
 
@@ -89,16 +89,22 @@ def _decode(kind: Any, plain: Any, makers: Mapping[str, type], where: str) -> An
         return _checked(plain in options, plain, where, f"one of {', '.join(map(repr, options))}")
     if origin is tuple:
         items = _checked(isinstance(plain, list), plain, where, "a list")
+        if options[-1] is not Ellipsis:
+            _checked(len(items) == len(options), plain, where, f"a list of {len(options)}")
         return tuple(_decode(options[0], item, makers, f"{where}[{i}]") for i, item in enumerate(items))
     if kind is type(None):
         return _checked(plain is None, plain, where, "null")
     if kind is float:
-        return float(_checked(isinstance(plain, int | float) and plain is not True, plain, where, "a number"))
+        number = isinstance(plain, int | float) and not isinstance(plain, bool) and math.isfinite(plain)
+        return float(_checked(number, plain, where, "a finite number"))
     if kind in (int, str, bool):
         right = isinstance(plain, kind) and (kind is not int or not isinstance(plain, bool))
         return _checked(right, plain, where, {int: "a whole number", str: "a string", bool: "true or false"}[kind])
     if isinstance(plain, str):  # a value that was written as an expression
-        value = parse_expression(plain, makers)
+        try:
+            value = parse_expression(plain, makers)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         return _checked(isinstance(value, kind), value, where, f"a {kind.__name__}")
     return _decode_dataclass(kind, plain, makers, where)
 
@@ -114,12 +120,14 @@ def _decode_union(options: tuple[Any, ...], plain: Any, makers: Mapping[str, typ
         try:
             return _decode(option, plain, makers, where)
         except ValueError as error:
-            failures.append(str(error))
-    raise ValueError(failures[-1])
+            if option is not type(None):  # that null would have been possible helps nobody
+                failures.append(str(error))
+    raise ValueError("; or ".join(dict.fromkeys(failures)))
 
 
 def _decode_dataclass(kind: Any, plain: Any, makers: Mapping[str, type], where: str) -> Any:
     _checked(isinstance(plain, dict), plain, where, "an object")
+    _checked(plain.get("kind", kind.__name__) == kind.__name__, plain.get("kind"), f"{where}.kind", kind.__name__)
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]
     given = {name: value for name, value in plain.items() if name != "kind"}

@@ -71,6 +71,11 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
         name="DataInfo",
         help="tell what is in a folder that `data prepare` made",
     ),
+    ("report",): _Entry(
+        module="deqkit.cli.report",
+        name="Report",
+        help="write a page about a run, or about several side by side",
+    ),
 }
 
 

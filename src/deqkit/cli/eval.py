@@ -62,17 +62,22 @@ class Eval(Command):
             **results_header(benchmark="eval", seed=loaded.config.seed, config={"run": loaded.config.recipe}),
             "step": loaded.step,
             "split": self.split,
+            "data": self.data or loaded.config.data.source,
             "settings": {name: repr(value) for name, value in settings.items() if value is not None},
             "figures": figures,
             "leak": measure_leak(loaded.model, task, self.split, **settings),
             "sweep": with_progress(lambda show: self._sweep(loaded, task, show)) if self.sweep else [],
         }
-        path = write_results(self.run_folder / f"evaluation-{self.split}.json", result)
+        path = write_results(self.run_folder / f"{self._name()}.json", result)
         if self.json:
             print(json.dumps(result))
         else:
             _print(result, task, path)
         return 0
+
+    def _name(self) -> str:
+        """Figures on other data have a file of their own, or they would pass for the run's."""
+        return f"evaluation-{self.split}" if self.data is None else f"evaluation-{Path(self.data).name}-{self.split}"
 
     def _settings(self) -> dict[str, Any]:
         tol = None if self.tol is None else Tolerance(rtol=self.tol)

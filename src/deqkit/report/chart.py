@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 MAX_POINTS = 240  # more cannot be told apart in a figure this wide
 
@@ -82,38 +82,62 @@ class Bars:
     """Names of the parts."""
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean over a window of about a fortieth of the curve on either side, shorter at the ends."""
+def smoothed(
+    values: Sequence[float],
+    average: Callable[[Sequence[float]], float] = statistics.fmean,
+    *,
+    at: Sequence[int] | None = None,
+) -> list[float]:
+    """The average over a window of a fortieth of the curve on either side, shorter at the ends.
+
+    Args:
+        average: the mean, or the median for a quantity with outliers.
+        at: the places where it is wanted; all if left out.
+    """
     reach = len(values) // 40
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    windows = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
+    return [average(values[max(0, i - reach) : i + reach + 1]) for i in (range(len(values)) if at is None else at)]
 
 
-def noisy(xs: Sequence[float], ys: Sequence[float], *, label: str, colour: int, dash: int = 0) -> list[Series]:
+def smooth(xs: Sequence[float], ys: Sequence[float], *, outliers: bool = False, **style: Any) -> Series:
+    """A noisy quantity, smoothed, at no more points than can be seen."""
+    chosen = _spread(len(xs))
+    line = smoothed(ys, statistics.median if outliers else statistics.fmean, at=chosen)
+    return Series(xs=[xs[i] for i in chosen], ys=line, **style)
+
+
+def noisy(
+    xs: Sequence[float], ys: Sequence[float], *, label: str, colour: int, dash: int = 0, outliers: bool = False
+) -> list[Series]:
     """A noisy quantity: as it was, faint, and smoothed."""
-    faint = Series(xs=xs, ys=ys, colour=colour, kind="faint")
-    return [thinned(faint), thinned(Series(xs=xs, ys=smoothed(ys), label=label, colour=colour, dash=dash))]
+    line = smooth(xs, ys, outliers=outliers, label=label, colour=colour, dash=dash)
+    return [thinned(Series(xs=xs, ys=ys, colour=colour, kind="faint")), line]
 
 
-def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
+def thinned(series: Series) -> Series:
     """The same curve with no more points than can be seen; of a faint one the extremes are kept."""
     size = len(series.xs)
-    if size <= limit:
+    if size <= MAX_POINTS:
         return series
-    bins = limit // 2 if series.kind == "faint" else limit
-    edges = [size * i // bins for i in range(bins + 1)]
+    chosen = _extremes(series.ys) if series.kind == "faint" else _spread(size)
+    return replace(series, xs=[series.xs[i] for i in chosen], ys=[series.ys[i] for i in chosen])
+
+
+def _spread(size: int) -> list[int]:
+    """Places from the first to the last, evenly."""
+    if size <= MAX_POINTS:
+        return list(range(size))
+    return [round(i * (size - 1) / (MAX_POINTS - 1)) for i in range(MAX_POINTS)]
+
+
+def _extremes(values: Sequence[float]) -> list[int]:
+    """The places of the smallest and the largest value of every part of a curve."""
+    num_parts = MAX_POINTS // 2
+    edges = [len(values) * i // num_parts for i in range(num_parts + 1)]
     chosen: list[int] = []
     for start, end in zip(edges, edges[1:], strict=False):
-        inside = range(start, end)
-        if series.kind == "faint":
-            extremes = {min(inside, key=series.ys.__getitem__), max(inside, key=series.ys.__getitem__)}
-            chosen.extend(sorted(extremes))
-        else:
-            chosen.append(end - 1 if end == size else start)
-    return replace(series, xs=[series.xs[i] for i in chosen], ys=[series.ys[i] for i in chosen])
+        extremes = (pick(range(start, end), key=values.__getitem__) for pick in (min, max))
+        chosen.extend(sorted(set(extremes)))
+    return chosen
 
 
 def tail(values: Sequence[float]) -> list[float]:

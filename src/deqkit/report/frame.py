@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from deqkit.report.chart import Bars, Chart
-from deqkit.report.draw import COLOURS, DASHES, draw, draw_bars
+from deqkit.report.draw import COLOURS, DASHES, PART_STYLES, draw, draw_bars
 from deqkit.report.markup import Html, element, join
 
 
 def chart_figure(*charts: Chart, name: str, title: str, caption: str) -> Html:
     """A figure of one or more panels. The caption says what one sees, and what it means for this run."""
-    drawing = draw(charts, name=name, title=f"{title}. {caption}")
+    panels = "; ".join(f"{chart.y} against {chart.x}" for chart in charts)
+    drawing = draw(charts, name=name, title=f"{title}: {panels}")
     return _figure(list(_keys(charts)), drawing, title=title, caption=caption)
 
 
 def bars_figure(bars: Bars, *, name: str, title: str, caption: str) -> Html:
-    keys = [(_box(COLOURS[i]), label) for i, label in enumerate(bars.labels)]
-    drawing = draw_bars(bars, name=name, title=f"{title}. {caption}")
+    keys = [
+        (_box(COLOURS[colour], opacity=opacity), label)
+        for (colour, opacity), label in zip(PART_STYLES, bars.labels, strict=False)
+    ]
+    drawing = draw_bars(bars, name=name, title=f"{title}: {'; '.join(f'{bar.text} {bar.total}' for bar in bars.bars)}")
     return _figure(keys, drawing, title=title, caption=caption)
 
 
@@ -29,22 +33,19 @@ def _figure(keys: Sequence[tuple[Html, str]], drawing: Html, *, title: str, capt
 
 def _keys(charts: Sequence[Chart]) -> Iterator[tuple[Html, str]]:
     """A swatch and a text for everything that has a name, each name once."""
-    seen: set[str] = set()
-    for swatch, text in (key for chart in charts for key in _chart_keys(chart)):
-        if text and text not in seen:
-            seen.add(text)
-            yield swatch, text
+    keys = {text: swatch for text, swatch in _all_keys(charts) if text}
+    return ((swatch, text) for text, swatch in keys.items())
 
 
-def _chart_keys(chart: Chart) -> Iterator[tuple[Html, str]]:
-    for series in chart.series:
+def _all_keys(charts: Sequence[Chart]) -> Iterator[tuple[str, Html]]:
+    for series in (series for chart in charts for series in chart.series):
         colour = COLOURS[series.colour % len(COLOURS)]
         swatch = _dot(colour) if series.kind == "points" else _line(colour, DASHES[series.dash % len(DASHES)])
-        yield swatch, series.label
-    for mark in chart.marks:
-        yield _line(COLOURS[mark.colour], "1.2 2.2"), mark.text
-    for shade, phase in enumerate(chart.phases):
-        yield _box("var(--shade)", opacity=1 - 0.4 * shade), phase.text
+        yield series.label, swatch
+    for mark in (mark for chart in charts for mark in chart.marks):
+        yield mark.text, _line(COLOURS[mark.colour], "1.2 2.2")
+    for shade, phase in ((i, phase) for chart in charts for i, phase in enumerate(chart.phases)):
+        yield phase.text, _box("var(--shade)", opacity=1 - 0.4 * shade)
 
 
 def _swatch(*shapes: Html) -> Html:
@@ -65,5 +66,6 @@ def _dot(colour: str) -> Html:
 
 def _box(colour: str, opacity: float = 1.0) -> Html:
     return _swatch(
-        element("rect", x="4", y="0", width="14", height="10", rx="2", style=f"fill:{colour};opacity:{opacity:g}")
+        element("rect", x="4", y="0", width="14", height="10", rx="2", style=f"fill:{colour};opacity:{opacity:g}"),
+        element("rect", x="4.5", y=".5", width="13", height="9", rx="1.5", style="stroke:var(--line)"),
     )

@@ -23,14 +23,14 @@ def join(children: Iterable[object], separator: str = "") -> Html:
     return Html(separator.join(markup(child) for child in children))
 
 
-def element(name: str, *children: object, **attributes: object) -> Html:
-    """`<name attribute="value">children</name>`.
+def element(tag: str, /, *children: object, **attributes: object) -> Html:
+    """`<tag attribute="value">children</tag>`.
 
     Args:
         attributes: `class_` for class and `aria_label` for aria-label; None leaves one out, True needs no value.
     """
     written = "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
-    return Html(f"<{name}{written}>" if name in VOID else f"<{name}{written}>{join(children)}</{name}>")
+    return Html(f"<{tag}{written}>" if tag in VOID else f"<{tag}{written}>{join(children)}</{tag}>")
 
 
 def _attribute(key: str, value: object) -> str:

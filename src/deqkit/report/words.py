@@ -11,10 +11,15 @@ def number(value: float, digits: int = 3) -> str:
     """A number to so many significant digits, without an exponent unless it is very small or large."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    if -4 <= math.log10(abs(value)) < 15:
-        return f"{round(value, places):,.{max(0, places)}f}"
-    return f"{value:.{digits - 1}e}".replace("e-0", "e-")
+    text = f"{value:.{digits - 1}e}"
+    exponent = int(text.partition("e")[2])  # after rounding: 9.99 may have become 10
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}" if -5 < exponent < 15 else text.replace("e-0", "e-")
+
+
+def exact(value: float) -> str:
+    """A number that somebody chose, such as a tolerance: no more digits than it needs."""
+    text = number(value)
+    return f"{value:.3g}".replace("e-0", "e-") if "e" in text else text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def figure(value: float) -> str:

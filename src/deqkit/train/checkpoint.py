@@ -85,11 +85,18 @@ def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint records besides tensors."""
-    path = checkpoint / "state.json"
+    return read_json(checkpoint, "state.json")
+
+
+def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+    path = checkpoint / name
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); remove {checkpoint} to use the one before") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{path} does not hold an object; remove {checkpoint} to use the one before")
+    return record
 
 
 def read_checkpoint_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:

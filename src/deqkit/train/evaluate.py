@@ -47,14 +47,16 @@ def evaluate(
     settings = {"depth": depth, "tol": tol, "max_steps": max_steps, "solver": solver}
     totals = _Totals(next(model.parameters()).device)
     complete = True
-    for number, batch in enumerate(task.evaluation(split, rank=rank, world_size=world_size)):
-        if max_batches is not None and number >= max_batches:
-            complete = False
-            break
-        totals.add(model, batch, settings)
-        if on_batch is not None:
-            on_batch(number)
-    model.train(was_training)
+    try:
+        for number, batch in enumerate(task.evaluation(split, rank=rank, world_size=world_size)):
+            if max_batches is not None and number >= max_batches:
+                complete = False
+                break
+            totals.add(model, batch, settings)
+            if on_batch is not None:
+                on_batch(number)
+    finally:
+        model.train(was_training)
     return {**totals.figures(task, split, accelerator), "complete": complete}
 
 
@@ -108,8 +110,10 @@ def measure_leak(model: SequenceModel, task: AbstractTask, split: str, **setting
         assert loss is not None
         return loss
 
-    leak = causality_leak(nll, tokens_BT, generator=torch.Generator().manual_seed(0))
-    model.train(was_training)
+    try:
+        leak = causality_leak(nll, tokens_BT, generator=torch.Generator().manual_seed(0))
+    finally:
+        model.train(was_training)
     return float(leak.max())
 
 

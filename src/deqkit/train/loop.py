@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 
 from deqkit.data import Batch
 from deqkit.model import ModelOutput
-from deqkit.solve import Status
-from deqkit.train.checkpoint import find_checkpoint
+from deqkit.solve import NonFiniteError, Status
+from deqkit.train.checkpoint import find_checkpoint, list_checkpoints, prune
 from deqkit.train.config import TrainConfig
 from deqkit.train.evaluate import evaluate
 from deqkit.train.optimiser import set_lr
-from deqkit.train.run_folder import MetricsFile, RunFolder, read_metrics
+from deqkit.train.run_folder import MetricsFile, RunError, RunFolder, read_metrics
 from deqkit.train.state import TrainingState
 from deqkit.train.tasks import make_task
 
@@ -57,12 +58,13 @@ def train(
         The last evaluation's record, with `finished` telling whether all steps were done.
     """
     task = make_task(config)
-    accelerator = _make_accelerator(config, folder)
+    project = ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path))
+    accelerator = _make_accelerator(config, log_with=list(config.trackers) or None, project_config=project)
+    state = TrainingState(config, task, accelerator)
+    size = _go_back(state, folder) if resume else 0
     if accelerator.is_main_process and not resume:
         folder.create(config, data_hash=task.data_hash)
     accelerator.wait_for_everyone()
-    state = TrainingState(config, task, accelerator)
-    size = state.load(find_checkpoint(folder.checkpoints)) if resume else 0
     with _Log(state, folder, size, on_record) as log, _catching_signals() as signals:
         last = log.last_evaluation
         begun = state.step
@@ -73,7 +75,8 @@ def train(
             if state.step % config.eval_every == 0 or state.step == config.steps:
                 last = _evaluate(state)
                 log.write(last)
-            if state.step % config.checkpoint_every == 0 or state.step == config.steps or stopping:
+            due = state.step % config.checkpoint_every == 0 or state.step == config.steps
+            if due or stopping or state.best_step == state.step:
                 state.save(folder, metrics_size=log.synced_size())
             if stopping:
                 break
@@ -82,22 +85,49 @@ def train(
 
 def try_step(config: TrainConfig) -> Record:
     """One step of a run, of which nothing is kept: whether it works, and what it costs."""
-    accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no")
-    return _train_step(TrainingState(config, make_task(config), accelerator))
+    return _train_step(TrainingState(config, make_task(config), _make_accelerator(config)))
 
 
-def _make_accelerator(config: TrainConfig, folder: RunFolder) -> Accelerator:
+def _make_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
+    AcceleratorState._reset_state()  # a run before this one, in the same process, may have had another precision
     return Accelerator(
         cpu=not torch.accelerator.is_available(),  # else accelerate leaves processes without GPUs on their own
         mixed_precision="bf16" if config.precision == "bf16" else "no",
-        log_with=list(config.trackers),
-        project_config=ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path)),
         step_scheduler_with_optimizer=False,
+        **options,
     )
 
 
+def _go_back(state: TrainingState, folder: RunFolder) -> int:
+    """Load the latest checkpoint; returns the size of the metrics file at that moment.
+
+    A run that was stopped before its first checkpoint begins again, at size 0.
+    """
+    if folder.read().get("data_sha256", state.task.data_hash) != state.task.data_hash:
+        raise RunError(
+            f"{folder.path} was trained on other data than {state.config.data.source} has now: bring that back, or "
+            "begin a new run"
+        )
+    steps = (record["step"] for record in read_metrics(folder.metrics))
+    if not list_checkpoints(folder.checkpoints) and max(steps, default=0) <= state.config.checkpoint_every:
+        return 0
+    size = state.load(find_checkpoint(folder.checkpoints))
+    if state.accelerator.is_main_process:  # what a kill left
+        prune(folder.checkpoints, keep=state.config.keep, best_step=state.best_step)
+    return size
+
+
 def _train_step(state: TrainingState) -> Record:
-    """One update of the weights, and the record of it."""
+    """One update of the weights, and the record of it.
+
+    Raises:
+        TrainingError: a loss, gradient or solve is not finite; the weights are then as they were.
+    """
+    with _explaining_nonfinite(f"the weights were left as they were: a solve of step {state.step + 1}"):
+        return _update(state)
+
+
+def _update(state: TrainingState) -> Record:
     started = time.perf_counter()
     config, accelerator, number = state.config, state.accelerator, state.step
     batch = next(state.batches)
@@ -116,23 +146,23 @@ def _train_step(state: TrainingState) -> Record:
             objective, added, output = state.objective(
                 tokens_BT, targets_BT, state.memory[part], penalise=penalise, **settings
             )
-            _require_finite(objective, number, "loss")
+            _require_finite(objective, f"the loss of step {number + 1}")
             accelerator.backward(objective / config.optimiser.accumulate)
         state.memory[part] = output.memory
         parts.append(_account(output, added))
     norm: Any = accelerator.clip_grad_norm_(state.objective.parameters(), config.optimiser.clip or math.inf)
-    _require_finite(norm, number, "gradient")
+    _require_finite(norm, f"the gradient of step {number + 1}")
     state.optimiser.step()
     state.optimiser.zero_grad()
     state.step += 1
     state.update_average()
-    record = _reduced(accelerator, parts)
+    account = _reduced(accelerator, parts)
     seconds = time.perf_counter() - started
     return {
         "kind": "train",
         "step": state.step,
         "epoch": state.batches.epoch,
-        **record,
+        **{name: value if math.isfinite(value) else None for name, value in account.items()},
         "lr": lr,
         "grad_norm": float(norm),
         "shallow": "depth" in settings,
@@ -160,12 +190,24 @@ def _parts(batch: Batch, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(batch.tokens_BT.chunk(count), batch.targets_BT.chunk(count), strict=True)
 
 
-def _require_finite(value: Tensor, number: int, what: str) -> None:
+def _require_finite(value: Tensor, what: str) -> None:
+    """Called before the update."""
     if not bool(torch.isfinite(value.detach())):
-        raise TrainingError(
-            f"the {what} of step {number + 1} is not finite, and the weights were left as they were: lower the "
-            "learning rate, lengthen its warm-up, clip harder, or add regulariser.spectral"
-        )
+        raise _not_finite(f"the weights were left as they were: {what}")
+
+
+def _not_finite(what: str) -> TrainingError:
+    return TrainingError(
+        f"{what} is not finite: lower the learning rate, lengthen its warm-up, clip harder, or add regulariser.spectral"
+    )
+
+
+@contextmanager
+def _explaining_nonfinite(what: str) -> Iterator[None]:
+    try:
+        yield
+    except NonFiniteError as error:
+        raise _not_finite(what) from error
 
 
 def _account(output: ModelOutput, added: dict[str, Tensor]) -> dict[str, float]:
@@ -204,10 +246,15 @@ def _reduced(accelerator: Accelerator, parts: list[dict[str, float]]) -> dict[st
 def _evaluate(state: TrainingState) -> Record:
     started = time.perf_counter()
     depth = _settings(state.config, state.step - 1).get("depth")
-    figures = evaluate(state.evaluated_model, state.task, "valid", accelerator=state.accelerator, depth=depth)
-    if figures["loss"] < state.schedule.best:
-        state.best_step = state.step
-    state.schedule.evaluated(figures["loss"])
+    what = f"the validation loss after step {state.step}"
+    with _explaining_nonfinite(what):
+        figures = evaluate(state.evaluated_model, state.task, "valid", accelerator=state.accelerator, depth=depth)
+    if not math.isfinite(figures["loss"]):
+        raise _not_finite(what)
+    if depth is None:  # what a shallow network reaches says nothing about its equilibrium, so it is never the best
+        if figures["loss"] < state.schedule.best:
+            state.best_step = state.step
+        state.schedule.evaluated(figures["loss"])
     return {"kind": "valid", "step": state.step, **figures, "seconds": time.perf_counter() - started}
 
 
@@ -257,13 +304,20 @@ class _Log:
 
     def __enter__(self) -> _Log:
         accelerator = self._state.accelerator
-        if accelerator.is_main_process:
-            self._file = MetricsFile(self._folder.metrics, size=self._size)
-            self._stack.callback(self._file.close)
-        if self._state.config.trackers:
-            accelerator.init_trackers("events", init_kwargs={"tensorboard": {"purge_step": self._state.step + 1}})
-            self._stack.callback(accelerator.end_training)
+        with ExitStack() as stack:  # closes the file again if a tracker cannot be started
+            if accelerator.is_main_process:
+                self._file = MetricsFile(self._folder.metrics, size=self._size)
+                stack.callback(self._file.close)
+            if self._state.config.trackers:
+                accelerator.init_trackers("events", init_kwargs={"tensorboard": {"purge_step": self._state.step + 1}})
+                stack.callback(self._finish_trackers)
+            self._stack = stack.pop_all()
         return self
+
+    def _finish_trackers(self) -> None:
+        """Not `end_training`, after which this process could not train again with the others."""
+        for tracker in self._state.accelerator.trackers:
+            tracker.finish()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
+from deqkit.data import DataError
 from deqkit.model import SequenceModel
 from deqkit.model.weights import WeightsError, load_weights, weights_of
 from deqkit.train.checkpoint import (
@@ -19,6 +19,7 @@ from deqkit.train.checkpoint import (
     flatten,
     prune,
     read_checkpoint_tensors,
+    read_json,
     read_state,
     unflatten,
 )
@@ -36,6 +37,7 @@ class TrainingState:
     def __init__(self, config: TrainConfig, task: AbstractTask, accelerator: Accelerator) -> None:
         self.config, self.task, self.accelerator = config, task, accelerator
         rank, world_size = accelerator.process_index, accelerator.num_processes
+        _check_shares(config, world_size)
         torch.manual_seed(config.seed)
         self.model = SequenceModel(config.model)
         torch.manual_seed(config.seed + 1_000_003 * (rank + 1))  # dropout: each process has its own
@@ -105,12 +107,30 @@ class TrainingState:
         writer.add_json("state.json", state)
 
     def load(self, checkpoint: Path) -> int:
-        """Continue from a checkpoint; returns the size of the metrics file at that moment."""
+        """Continue from a checkpoint; returns the size of the metrics file at that moment.
+
+        Raises:
+            CheckpointError: it is damaged, or of another run.
+        """
         state = read_state(checkpoint)
-        self._check(state, checkpoint)
+        try:
+            self._check(state, checkpoint)
+            self._load_shared(state, checkpoint)
+            self._load_rank(checkpoint)
+            return state["metrics_size"]
+        except CheckpointError:
+            raise
+        except DataError as error:
+            raise CheckpointError(f"{checkpoint} was made with other data or another batch: {error}") from error
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint} is damaged ({error!r}); remove it to use the one before") from error
+
+    def _load_shared(self, state: dict[str, Any], checkpoint: Path) -> None:
         _load(self.model, checkpoint, "model.safetensors")
         tensors = read_checkpoint_tensors(checkpoint, "optimiser.safetensors")
-        self.optimiser.load_state_dict(_with_integer_keys(unflatten(tensors, state["optimiser"])))
+        optimiser = _with_integer_keys(unflatten(tensors, state["optimiser"]))
+        self._check_optimiser(optimiser, checkpoint)
+        self.optimiser.load_state_dict(optimiser)
         if state["num_averaged"] is not None:
             self.averaged = AveragedModel(self.model)
             _load(self.averaged.module, checkpoint, "averaged.safetensors")
@@ -118,21 +138,34 @@ class TrainingState:
         self.schedule.load_state_dict(state["schedule"])
         self.batches.load_state_dict(state["data"])
         self.step, self.best_step = state["step"], state["best_step"]
-        self._load_rank(checkpoint)
-        return state["metrics_size"]
+
+    def _check_optimiser(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """An optimiser loads any settings and moments of any shape, and fails at its next step only."""
+        if state["param_groups"][0].keys() != self.optimiser.param_groups[0].keys():
+            name = self.config.optimiser.name
+            raise CheckpointError(f"{checkpoint} was made with another optimiser than {name}; resume with that one")
+        parameters = list(self.model.parameters())
+        for index, moments in state["state"].items():
+            for name, moment in moments.items():
+                if isinstance(moment, Tensor) and moment.ndim and moment.shape != parameters[index].shape:
+                    raise ValueError(f"{name} of parameter {index} of the optimiser has shape {tuple(moment.shape)}")
 
     def _load_rank(self, checkpoint: Path) -> None:
         name = f"rank-{self.accelerator.process_index}"
         tensors = read_checkpoint_tensors(checkpoint, f"{name}.safetensors")
-        own = unflatten(tensors, json.loads((checkpoint / f"{name}.json").read_text(encoding="utf-8")))
-        self.memory = [_memory_of(self.model, part, self.accelerator.device) for part in own["memory"]]
+        own = unflatten(tensors, read_json(checkpoint, f"{name}.json"))
+        rows = len(self.batches.rows) // self.config.optimiser.accumulate
+        self.memory = [_memory_of(self.model, part, rows, self.accelerator.device) for part in own["memory"]]
         _set_random_state(own["random"])
 
     def _check(self, state: dict[str, Any], checkpoint: Path) -> None:
         if state["optimiser"] is None:
             raise CheckpointError(f"{checkpoint} is an imported model without an optimiser: there is nothing to resume")
         if state["vocabulary"] != self.task.fingerprint:
-            raise CheckpointError(f"{checkpoint} was made with another vocabulary than that of the data")
+            raise CheckpointError(
+                f"{checkpoint} was made with another vocabulary than that of {self.config.data.source}; resume with "
+                "the data that the run began with"
+            )
         if state["num_processes"] != self.accelerator.num_processes:
             raise CheckpointError(
                 f"{checkpoint} was made by {state['num_processes']} processes; resume with as many, "
@@ -140,11 +173,26 @@ class TrainingState:
             )
 
 
+def _check_shares(config: TrainConfig, world_size: int) -> None:
+    """Every process gets equally many rows of a batch, and cuts them into equal parts."""
+    batch, accumulate = config.data.batch, config.optimiser.accumulate
+    if batch % (world_size * accumulate):
+        raise ValueError(
+            f"data.batch {batch} does not divide into {world_size} processes with optimiser.accumulate {accumulate} "
+            f"equal parts each: it must be a multiple of {world_size * accumulate}"
+        )
+    if config.data.eval_batch % world_size:
+        raise ValueError(
+            f"data.eval_batch {config.data.eval_batch} does not divide into {world_size} processes: it must be a "
+            f"multiple of {world_size}"
+        )
+
+
 def _load(model: Any, checkpoint: Path, name: str) -> None:
     try:
         load_weights(model, read_checkpoint_tensors(checkpoint, name), source=str(checkpoint / name))
     except WeightsError as error:
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(f"{error}; remove {checkpoint} to use the one before") from error
 
 
 def _with_integer_keys(state: dict[str, Any]) -> dict[str, Any]:
@@ -156,12 +204,18 @@ def _plain_memory(memory: list[Any]) -> list[Any]:
     return [None if part is None else [list(entry) for entry in part] for part in memory]
 
 
-def _memory_of(model: SequenceModel, part: Any, device: torch.device) -> Any:
+def _memory_of(model: SequenceModel, part: Any, rows: int, device: torch.device) -> Any:
     if part is None:
         return None
-    like = torch.zeros(1, 1, model.embedding.width)
-    kinds = [type(cell.empty_memory(like)) for cell in model.cells]
-    return tuple(kind(*(t.to(device) for t in entry)) for kind, entry in zip(kinds, part, strict=True))
+    x_B1D = torch.zeros(rows, 1, model.embedding.width)
+    memory = []
+    for cell, entry in zip(model.cells, part, strict=True):
+        empty = cell.empty_memory(x_B1D)
+        for tensor, like in zip(entry, empty, strict=True):
+            if tensor.shape[:1] + tensor.shape[2:] != like.shape[:1] + like.shape[2:]:
+                raise ValueError(f"memory of shape {tuple(tensor.shape)} where batch and width are {tuple(like.shape)}")
+        memory.append(type(empty)(*(tensor.to(device) for tensor in entry)))
+    return tuple(memory)
 
 
 def _random_state() -> dict[str, Tensor]:

@@ -67,8 +67,9 @@ class TextTask(AbstractTask):
         loss = nll_sum / count
         figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         num_bytes = self.corpus.manifest.splits[split].num_text_bytes
-        if num_bytes:
-            figures["bits_per_byte"] = nll_sum / math.log(2) / num_bytes
+        if num_bytes:  # of the part that was evaluated, if it was not all
+            share = count / (len(self.corpus.split(split)) - 1)
+            figures["bits_per_byte"] = nll_sum / math.log(2) / (num_bytes * share)
         return figures
 
 
