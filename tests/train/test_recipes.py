@@ -62,7 +62,6 @@ def test_a_recipe_agrees_with_itself(name):
     assert config.eval_every % config.checkpoint_every == 0
 
 
-@pytest.mark.xfail(reason="averaging would start after 400,000 of 260,000 steps, that is never", strict=True)
 def test_the_ptb_recipe_averages_its_weights():
     config = RECIPES["ptb-deq-trellisnet"]()
     assert config.optimiser.average_after is not None and config.optimiser.average_after < config.steps

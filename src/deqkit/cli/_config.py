@@ -7,10 +7,14 @@ from typing import Any
 import tyro
 
 from deqkit.adjoint import AbstractAdjoint
-from deqkit.solve import AbstractSolver
+from deqkit.solve import AbstractSolver, Fallback
 from deqkit.train.config import parse_value
 
-EXPRESSION_TYPES: dict[type, str] = {AbstractSolver: "SOLVER", AbstractAdjoint: "ADJOINT"}
+EXPRESSION_TYPES: dict[Any, str] = {
+    AbstractSolver: "SOLVER",
+    AbstractSolver | Fallback: "SOLVER",
+    AbstractAdjoint: "ADJOINT",
+}
 
 
 def registry() -> Any:
@@ -33,7 +37,7 @@ def _expression_rule(info: Any) -> Any:
     )
 
 
-def _parse(text: str, kind: type) -> Any:
+def _parse(text: str, kind: Any) -> Any:
     value = parse_value(text)
     if not isinstance(value, kind):
         raise ValueError(f"{text!r} is not a {EXPRESSION_TYPES[kind].lower()}")

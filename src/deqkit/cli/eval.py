@@ -77,7 +77,7 @@ class Eval(Command):
 
     def _name(self) -> str:
         """Figures on other data have a file of their own, or they would pass for the run's."""
-        return f"evaluation-{self.split}" if self.data is None else f"evaluation-{Path(self.data).name}-{self.split}"
+        return f"evaluation-{self.split}" if self.data is None else f"other-data-{Path(self.data).name}-{self.split}"
 
     def _settings(self) -> dict[str, Any]:
         tol = None if self.tol is None else Tolerance(rtol=self.tol)

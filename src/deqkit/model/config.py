@@ -36,7 +36,7 @@ class ModelConfig:
     """Variational dropout of the embedded input."""
     output_dropout: float = 0.0
     """Variational dropout of what the softmax sees."""
-    solver: AbstractSolver = field(default_factory=lambda: Broyden(memory=10, group="prefix"))
+    solver: AbstractSolver | Fallback = field(default_factory=lambda: Broyden(memory=10, group="prefix"))
     """Forward solver. With group="prefix" a position never depends on later ones, not even in an unfinished solve."""
     tol: Tolerance = field(default_factory=Tolerance)
     """Forward tolerance in training."""

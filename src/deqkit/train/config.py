@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import deqkit.adjoint
 import deqkit.solve
-from deqkit._plain import decode, encode, parse_expression
+from deqkit._plain import decode, encode, parse_expression, unknown
 from deqkit.adjoint import AbstractAdjoint
 from deqkit.model import ModelConfig
 from deqkit.solve import AbstractSolver, Fallback, Tolerance
@@ -82,13 +83,19 @@ class OptimiserConfig:
     """Evaluations without improvement before that."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        _one_of(("adam", "adamw", "sgd"), name=self.name)
+        _one_of(("constant", "cosine", "inverse-sqrt", "plateau"), schedule=self.schedule)
+        if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be positive, got {self.lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers of at least 0 and below 1, got {self.betas}")
+        if self.average_after is not None:
+            _at_least(0, self, "average_after")
         if not 0 <= self.floor <= 1 or not 0 < self.plateau_factor < 1:
             raise ValueError(
                 f"floor must be in [0, 1] and plateau_factor in (0, 1), got {self.floor}, {self.plateau_factor}"
             )
-        if self.clip < 0 or self.weight_decay < 0:
+        if not (self.clip >= 0 and self.weight_decay >= 0):
             raise ValueError(f"clip and weight_decay must not be negative, got {self.clip}, {self.weight_decay}")
         _at_least(0, self, "warmup_steps")
         _at_least(1, self, "accumulate", "plateau_patience")
@@ -112,8 +119,11 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         _at_least(1, self, "warmup_depth")
         _at_least(0, self, "warmup_steps", "random_steps", "early_adjoint_steps")
-        if self.early_adjoint_steps and self.early_adjoint is None:
-            raise ValueError(f"early_adjoint_steps={self.early_adjoint_steps} needs an early_adjoint")
+        if bool(self.early_adjoint_steps) != (self.early_adjoint is not None):
+            raise ValueError(
+                f"early_adjoint and early_adjoint_steps go together, got {self.early_adjoint} for "
+                f"{self.early_adjoint_steps} steps"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +143,8 @@ class RegulariserConfig:
 
     def __post_init__(self) -> None:
         for name in ("activation", "temporal", "jacobian", "spectral"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
         _at_least(1, self, "every")
 
 
@@ -174,16 +184,26 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _at_least(1, self, "steps", "eval_every", "checkpoint_every", "keep")
         _at_least(0, self, "seed")
-        shallow = self.devices.warmup_steps or self.devices.early_adjoint_steps
-        if self.model.depth != "equilibrium" and not self.model.tied and shallow:
-            raise ValueError("an untied stack has one depth: set devices.warmup_steps and early_adjoint_steps to 0")
-        penalised = self.regulariser.jacobian or self.regulariser.spectral
-        if self.model.depth != "equilibrium" and penalised:
-            raise ValueError("Jacobian penalties are for an equilibrium: set regulariser.jacobian and spectral to 0")
+        _one_of(("float32", "bf16"), precision=self.precision)
+        if self.model.depth != "equilibrium":
+            self._check_stack()
+        average_after = self.optimiser.average_after
+        if average_after is not None and average_after >= self.steps:
+            raise ValueError(f"average_after {average_after} lies behind the last of {self.steps} steps")
         if self.data.batch % self.optimiser.accumulate:
             raise ValueError(
                 f"batch {self.data.batch} does not divide into accumulate={self.optimiser.accumulate} equal parts"
             )
+
+    def _check_stack(self) -> None:
+        """Refuse what only an equilibrium can have."""
+        devices, regulariser = self.devices, self.regulariser
+        if not self.model.tied and devices.warmup_steps:
+            raise ValueError("an untied stack has one depth: set devices.warmup_steps to 0")
+        if devices.early_adjoint_steps or devices.random_steps:
+            raise ValueError("a stack has no solve: set devices.early_adjoint_steps and random_steps to 0")
+        if regulariser.jacobian or regulariser.spectral:
+            raise ValueError("Jacobian penalties are for an equilibrium: set regulariser.jacobian and spectral to 0")
 
 
 def to_plain(config: Any) -> Any:
@@ -199,6 +219,12 @@ def from_plain(plain: Any) -> TrainConfig:
 def parse_value(text: str) -> Any:
     """A solver, adjoint or tolerance from an expression such as `Anderson(memory=5)`."""
     return parse_expression(text, MAKERS)
+
+
+def _one_of(known: tuple[str, ...], **names: str) -> None:
+    for field_name, name in names.items():
+        if name not in known:
+            raise ValueError(unknown(field_name, name, known))
 
 
 def _at_least(least: int, config: Any, *names: str) -> None:

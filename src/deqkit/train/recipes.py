@@ -114,7 +114,7 @@ def ptb_trellis() -> TrainConfig:
         model=replace(PAPER_MODELS["trellis-ptb"](), subsequences=2, max_steps=45),
         data=DataConfig(source="", batch=16, length=110, eval_batch=12, eval_length=110),
         optimiser=OptimiserConfig(
-            name="sgd", lr=20.0, weight_decay=1.2e-6, clip=0.225, schedule="plateau", average_after=400_000
+            name="sgd", lr=20.0, weight_decay=1.2e-6, clip=0.225, schedule="plateau", average_after=200_000
         ),
         devices=DeviceConfig(warmup_depth=40, warmup_steps=30_000),
         regulariser=RegulariserConfig(activation=2.0, temporal=1.0),
@@ -165,7 +165,9 @@ def layers(config: TrainConfig, depth: int, *, tied: bool) -> TrainConfig:
         config,
         recipe=f"{config.recipe}-{'tied' if tied else 'untied'}-{depth}",
         model=model,
-        devices=replace(config.devices, warmup_steps=config.devices.warmup_steps if tied else 0),
+        devices=DeviceConfig(
+            warmup_depth=config.devices.warmup_depth, warmup_steps=config.devices.warmup_steps if tied else 0
+        ),
         regulariser=replace(config.regulariser, jacobian=0.0, spectral=0.0),
     )
 
