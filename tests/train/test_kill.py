@@ -1,6 +1,7 @@
 """SIGKILL at any moment: resumed until it ends, a run has the metrics and weights of one that was left alone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ def kill_and_resume(how, config, folder):
     path = folder / "config.json"
     path.write_text(json.dumps(to_plain(config)), encoding="utf-8")
     command = [sys.executable, str(Path(__file__).with_name("nursery.py")), how, str(path), str(folder / "run")]
-    environment = {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -76,14 +76,15 @@ def test_tensorboard_has_every_number_at_every_step(tracked):
 
 def test_tensorboard_goes_on_after_a_resume_without_repeating_steps(tracked, corpus, tmp_path):
     """Also when steps after the checkpoint were logged already, as they are when a run is killed."""
-    config = tiny(corpus, trackers=("tensorboard",), checkpoint_every=2)
+    config = tiny(corpus, trackers=("tensorboard",), checkpoint_every=100)
 
     def die(record):
-        if record["kind"] == "train" and record["step"] == 4:
+        if record["kind"] == "train" and record["step"] == 6:  # the last checkpoint is of step 3, the best so far
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path / "run", on_record=die)
+    assert [step for step, _ in scalars_of(tmp_path / "run")["train/loss"]] == [1, 2, 3, 4, 5]
     run(config, tmp_path / "run", resume=True, max_steps=2)
     run(config, tmp_path / "run", resume=True)
     assert scalars_of(tmp_path / "run") == scalars_of(tracked)

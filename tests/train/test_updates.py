@@ -8,7 +8,10 @@ import torch
 from deqkit.data import open_corpus
 from deqkit.model import SequenceModel
 from deqkit.model.weights import load_weights, read_tensors
+from deqkit.train import loop
+from deqkit.train.checkpoint import find_checkpoint
 from deqkit.train.evaluate import evaluate
+from deqkit.train.state import TrainingState
 from deqkit.train.tasks import make_task
 from train.runs import EXACT, EXACT_COPY, contractive, losses_of, metrics_of, run, tiny, weights_of_run
 
@@ -93,12 +96,28 @@ def test_accumulation_changes_nothing(corpus, tmp_path, accumulate, source):
     """With memory carried from step to step, part by part."""
     source, model = (corpus, EXACT) if source == "text" else (source, EXACT_COPY)
     for parts in (1, accumulate):
-        options = {"name": "sgd", "lr": 0.5, "accumulate": parts}
+        options = {"name": "sgd", "lr": 0.5, "clip": 0.0, "accumulate": parts}
         with contractive():
             run(tiny(source, model=model, optimiser=options, steps=5), tmp_path / str(parts))
     whole, parted = tmp_path / "1", tmp_path / str(accumulate)
     assert losses_of(parted) == pytest.approx(losses_of(whole), rel=1e-6)
     assert_close(weights_of_run(parted), weights_of_run(whole), 2e-6)
+
+
+@pytest.mark.parametrize("source", ["text", "copy-memory"])
+def test_memory_is_forgotten_where_the_rows_do_not_go_on(corpus, tmp_path, source):
+    """A text begins again with step 6; samples of copy memory never go on."""
+    source, model = (corpus, EXACT) if source == "text" else (source, {**EXACT_COPY, "mem_len": 8})
+    config = tiny(source, model=model, checkpoint_every=1, keep=10)
+    with contractive():
+        run(config, tmp_path / "run")
+    state = TrainingState(config, make_task(config), loop._make_accelerator(config))
+    state.load(find_checkpoint(tmp_path / "run" / "checkpoints", 5))
+    batch = next(state.batches)
+    assert batch.new_context
+    found = [float(state.model(batch.tokens_BT, batch.targets_BT, m).loss.detach()) for m in (None, state.memory[0])]
+    assert losses_of(tmp_path / "run")[5] == pytest.approx(found[0], abs=1e-6)
+    assert abs(found[0] - found[1]) > 1e-5
 
 
 def test_the_average_of_the_weights(corpus, tmp_path):
