@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 
 from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.adjoint._graph import WithParameters, refuse_tangents, refuse_transforms
@@ -98,8 +97,9 @@ class DEQ(nn.Module):
         if z0 is None:
             z0 = self._initial_state(args)
         f, args = self.cell.bind(*args) if hasattr(self.cell, "bind") else (self.cell, args)
-        if isinstance(self.cell, OptimizedModule) and f is not self.cell:  # torch.compile(cell): compile what it bound
-            f = self.cell.dynamo_ctx(f)
+        compile_f = getattr(self.cell, "dynamo_ctx", None)  # of torch.compile(cell): compile what it bound
+        if compile_f is not None and f is not self.cell:
+            f = compile_f(f)
         if isinstance(self.cell, nn.Module) and torch.is_grad_enabled():
             f = WithParameters(f, self.cell)
         if adjoint.owns_forward:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 
@@ -57,6 +58,7 @@ def train(
     Returns:
         The last evaluation's record, with `finished` telling whether all steps were done.
     """
+    _check_trackers(config)
     task = make_task(config)
     project = ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path))
     accelerator = _make_accelerator(config, log_with=list(config.trackers) or None, project_config=project)
@@ -86,6 +88,14 @@ def train(
 def try_step(config: TrainConfig) -> Record:
     """One step of a run, of which nothing is kept: whether it works, and what it costs."""
     return _train_step(TrainingState(config, make_task(config), _make_accelerator(config)))
+
+
+def _check_trackers(config: TrainConfig) -> None:
+    """accelerate leaves out trackers that are not installed, without a word."""
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for name in config.trackers:
+        if name not in available:
+            raise ValueError(f"tracker {name!r} is not installed; trackers here: {', '.join(available) or 'none'}")
 
 
 def _make_accelerator(config: TrainConfig, **options: Any) -> Accelerator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -92,9 +93,13 @@ class MetricsFile:
                 f"{path} is missing or shorter than when the latest checkpoint was written: put it back, or remove "
                 "that checkpoint to go on from the one before"
             )
-        path.touch()
-        os.truncate(path, size)
         self._file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, or the process ends
+        except BlockingIOError:
+            self._file.close()
+            raise RunError(f"{path.parent} is being trained by another process: wait for it, or stop it") from None
+        os.truncate(path, size)
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
