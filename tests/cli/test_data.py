@@ -129,7 +129,13 @@ def test_ctrl_c_leaves_no_debris(raw, tmp_path):
         for _ in range(100):
             file.write("the cat sat on the mat and thought of nothing at all\n" * 10_000)
     words = ["data", "prepare", "ptb", "--from", str(raw), "--out", str(tmp_path / "out")]
-    process = subprocess.Popen([sys.executable, "-m", "deqkit", *words], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deqkit", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore Ctrl-C, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 30
     while len(list(tmp_path.iterdir())) == 1 and time.monotonic() < deadline:
         time.sleep(0.01)

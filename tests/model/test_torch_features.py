@@ -125,7 +125,7 @@ def without_onednn():
 @pytest.mark.usefixtures("without_onednn")
 def test_autocast_to_bfloat16(kind, depth):
     """To 2e-2, with a tolerance that bfloat16, which rounds to 4e-3, can meet."""
-    model = make(kind, depth=depth, tol=Tolerance(rtol=3e-2)).float()
+    model = make(kind, depth=depth, tol=Tolerance(rtol=1e-2)).float()
     ids, targets = tokens(seed=8), tokens(seed=9)
     before = model(tokens(), TARGETS)
     after = model(ids, targets, before.memory)

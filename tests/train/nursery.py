@@ -130,7 +130,7 @@ def kill_at_random(config: Any, folder: Path, *, slow_disk: bool) -> list[int]:
     steps: list[int] = []
     while True:
         pid = live(config, folder, slow_down if slow_disk else lambda: None)
-        moment = moment_after(folder / "metrics.jsonl", chance.randint(0, 4), chance.uniform(0.0, 0.2))
+        moment = moment_after(folder / "metrics.jsonl", chance.randint(0, 4), chance.uniform(0.0, 0.1))
         if outlives(pid, moment if len(steps) < NUM_KILLS else lambda: False):
             return steps
         steps.append(check(folder))

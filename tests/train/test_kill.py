@@ -13,7 +13,7 @@ from train.events import scalars_of
 from train.runs import assert_same_run, everything, metrics_of, run
 
 TESTS = Path(__file__).parents[1]
-NUM_STEPS = {"random": 30, "slow-disk": 10, "each": 6}
+NUM_STEPS = {"random": 80, "slow-disk": 16, "each": 6}
 
 
 def kill_and_resume(how, config, folder):
