@@ -46,7 +46,7 @@ def fetch(dataset: Dataset, into: Path, *, on_progress: OnProgress) -> list[File
 
 def _fetch_file(hub: HubCopy, name: str, on_progress: OnProgress) -> Path:
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import errors, hf_hub_download
     except ImportError:
         raise DataError('--download needs huggingface_hub and pyarrow: pip install "deqkit[hf]"') from None
     endpoint = os.environ.get("HF_ENDPOINT") or None  # read now: the hub client reads it only when first imported
@@ -60,7 +60,8 @@ def _fetch_file(hub: HubCopy, name: str, on_progress: OnProgress) -> Path:
             token=False,  # the copies are public, so nobody's token is sent
             tqdm_class=_bar_class(lambda done, total: on_progress(f"fetching {name}", done, total)),
         )
-    except Exception as error:  # the client lets through what its HTTP library raises, which varies with versions
+    except (OSError, ValueError, RuntimeError, getattr(errors, "HTTPError", OSError)) as error:
+        # The last is what the HTTP library of newer clients raises; that of older ones raises OSErrors.
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         where = endpoint or "https://huggingface.co"
