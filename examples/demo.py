@@ -84,7 +84,7 @@ def main() -> None:
         table.add_row(*row.values())
     console.print(table)
     console.print("memory: peak of the body in one training step, counted storage by storage")
-    console.print("ms/step, f/step: time and forward evaluations of the cell, without the shallow start")
+    console.print("ms/step, f/step: time and evaluations of the cell, after the shallow start")
     console.print("leak: how much a token's loss changes when later tokens do")
     page = write_report([OUT / row["model"] for row in rows], OUT / "report.html")
     console.print(f"The page is {page}")
