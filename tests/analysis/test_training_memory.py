@@ -7,7 +7,7 @@ import torch
 
 from deqkit.adjoint import Implicit
 from deqkit.analysis.memory_bench import MemoryBenchConfig, run_memory_bench
-from deqkit.analysis.training_memory import training_memory
+from deqkit.analysis.training_memory import _PeakMeter, training_memory
 from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
 from deqkit.model import ModelConfig
 from deqkit.solve import Broyden
@@ -78,3 +78,18 @@ def test_the_benchmark_reports_what_it_measured():
         assert row["holds"] is (row["ratio"] <= row["bar"])
     for held in results["bytes"].values():
         assert held["peak"] == sum(held[part] for part in ("parameters", "gradients", "activations", "solver"))
+
+
+def test_the_parts_at_the_peak_against_a_count_by_hand():
+    weight = torch.nn.Parameter(torch.ones(1_000))
+    meter = _PeakMeter()
+    with meter:
+        kept = weight.exp()  # the graph keeps its result
+        kept.sum().backward()
+        with torch.no_grad():
+            work = torch.zeros(50_000)
+    report = meter.report([weight])
+    assert report.parameters == report.gradients == 4 * 1_000
+    assert 4 * 1_000 <= report.activations <= 4 * 1_000 + 64  # and the scalar that was differentiated
+    assert report.solver >= 4 * work.numel()
+    assert report.peak == meter.peak_bytes + report.parameters
