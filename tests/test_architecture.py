@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "deqkit"
 STAGES = ["data", "layers", "solve", "adjoint", "deq", "model"]
-STAGES += ["analysis", "train", "generate", "report", "interop", "cli"]
+STAGES += ["analysis", "train", "generate", "report", "interop", "paper", "cli"]
 CORE = ["solve", "adjoint", "deq"]
 
 

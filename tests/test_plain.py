@@ -266,7 +266,7 @@ def test_trees_come_back_from_json(tree):
         ({"solver": 5}, "tree.solver must be an object, got 5"),
         ({"leaf": {"kind": "Leav", "size": 1}}, "tree.leaf: unknown kind 'Leav'; did you mean 'Leaf'"),
         ({"leaf": {"size": 1}}, "tree.leaf: unknown kind 'None'"),
-        ({"leaf": {"kind": "Leaf", "size": 1}}, "tree.leaf: field 'share' is missing"),
+        ({"leaf": {"kind": "Leaf", "share": 0.5}}, "tree.leaf: field 'size' is missing"),
         ({"kind": "Leaf"}, "tree.kind must be Tree, got 'Leaf'"),
     ],
 )
@@ -281,9 +281,14 @@ def test_something_else_altogether(plain):
         read(plain)
 
 
-def test_a_field_that_is_missing():
-    with pytest.raises(ValueError, match="tree: field 'mode' is missing"):
-        read({name: value for name, value in plain_tree().items() if name != "mode"})
+def test_a_field_without_a_default_that_is_missing():
+    with pytest.raises(ValueError, match="tree: field 'leaf' is missing"):
+        read({name: value for name, value in plain_tree().items() if name != "leaf"})
+
+
+def test_a_field_that_is_younger_than_the_file_has_its_default():
+    plain = plain_tree(on=not Tree(leaf=Leaf(size=1)).on)
+    assert read({name: value for name, value in plain.items() if name != "on"}) == Tree(leaf=Leaf(size=1))
 
 
 def test_what_is_no_plain_value_is_refused():

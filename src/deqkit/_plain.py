@@ -24,6 +24,7 @@ def encode(value: Any, expressions: tuple[type, ...]) -> Any:
         return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: encode(getattr(value, f.name), expressions) for f in dataclasses.fields(value)}
+        assert "kind" not in fields, f"a field of {type(value).__name__} has the name under which its type is written"
         return {"kind": type(value).__name__, **fields}
     if isinstance(value, tuple | list):
         return [encode(item, expressions) for item in value]
@@ -129,15 +130,21 @@ def _decode_dataclass(kind: Any, plain: Any, makers: Mapping[str, type], where: 
     _checked(isinstance(plain, dict), plain, where, "an object")
     _checked(plain.get("kind", kind.__name__) == kind.__name__, plain.get("kind"), f"{where}.kind", kind.__name__)
     hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    names = list(fields)
     given = {name: value for name, value in plain.items() if name != "kind"}
     for name in given:
         if name not in names:
             raise ValueError(f"{where}: {unknown('field', name, names)}")
-    missing = [name for name in names if name not in given]
+    # A field that is younger than the file has its default, which is what the code did before there was a choice.
+    missing = [name for name in names if name not in given and not _has_default(fields[name])]
     if missing:
         raise ValueError(f"{where}: field {missing[0]!r} is missing")
-    return kind(**{name: _decode(hints[name], given[name], makers, f"{where}.{name}") for name in names})
+    return kind(**{name: _decode(hints[name], value, makers, f"{where}.{name}") for name, value in given.items()})
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return not (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
 
 
 def _checked(right: bool, plain: Any, where: str, expected: str) -> Any:

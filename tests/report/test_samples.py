@@ -22,10 +22,10 @@ def test_the_likeliest_text_is_that_of_solving_everything_again(mem_len, corpus,
     config = replace(config, data=replace(config.data, eval_length=40))
     history = read_history(train_run(config, tmp_path / "run"))
     trained = load_trained(history, make_task(config))
-    tokens = torch.tensor([list(b"the equilibrium ")] * 2)
+    prompt = list(b"the equilibrium ")
     with torch.no_grad():
-        written = continue_text(trained, tokens, num_tokens=12)[0].tolist()
-        model, expected = load_run(tmp_path / "run").model, tokens[:1]
+        written = continue_text(trained, prompt, num_tokens=12)[0]
+        model, expected = load_run(tmp_path / "run").model, torch.tensor([prompt])
         for _ in range(12):
             likeliest = model.log_probs(model(expected))[:, -1].argmax(-1, keepdim=True)
             expected = torch.cat([expected, likeliest], 1)

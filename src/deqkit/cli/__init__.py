@@ -44,6 +44,16 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
         name="BenchMemory",
         help="peak training memory of the paper's models and of their layer-by-layer counterparts",
     ),
+    ("bench", "generate"): _Entry(
+        module="deqkit.cli.generate",
+        name="BenchGenerate",
+        help="tokens per second with the past cached, by solving again, and of layers with a cache",
+    ),
+    ("bench", "runtime"): _Entry(
+        module="deqkit.cli.runtime",
+        name="BenchRuntime",
+        help="where the time of a model's steps goes, and its ratio to stacks of the same cell",
+    ),
     ("plan",): _Entry(
         module="deqkit.cli.memory",
         name="Plan",
@@ -56,6 +66,9 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
     ),
     ("eval",): _Entry(
         module="deqkit.cli.eval", name="Eval", help="perplexity of a run, with its causality leak; sweeps of the solve"
+    ),
+    ("generate",): _Entry(
+        module="deqkit.cli.generate", name="Generate", help="go on from a text with a run's model, token by token"
     ),
     ("import",): _Entry(
         module="deqkit.cli.import_", name="Import", help="make a run of a checkpoint of the original authors' code"
@@ -75,6 +88,11 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
         module="deqkit.cli.report",
         name="Report",
         help="write a page about a run, or about several side by side",
+    ),
+    ("paper",): _Entry(
+        module="deqkit.cli.paper",
+        name="Paper",
+        help="check the paper's claims, one by one: quick versions of all, or a row at full length",
     ),
 }
 

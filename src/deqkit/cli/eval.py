@@ -18,6 +18,7 @@ from deqkit.cli._terminal import STYLE, TABLE_WIDTH, with_progress
 from deqkit.solve import AbstractSolver, Tolerance
 from deqkit.train.evaluate import evaluate, measure_leak, sweep
 from deqkit.train.load import LoadedRun, load_run
+from deqkit.train.progress import Progress
 from deqkit.train.tasks import AbstractTask
 
 TOLERANCES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
@@ -26,7 +27,10 @@ STEP_LIMITS = (2, 3, 4, 6, 8, 12, 16, 24)
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(Command):
-    """The quality of a run's model on a split, with the context carried from segment to segment."""
+    """The quality of a run's model on a split, with the context carried from segment to segment.
+
+    A pass that is interrupted goes on where it was when the same command is given again.
+    """
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run."""
@@ -55,7 +59,7 @@ class Eval(Command):
         task = loaded.task(self.data)
         is_equilibrium = loaded.config.model.depth == "equilibrium"
         if self.sweep and not is_equilibrium:
-            raise ValueError(f"{self.run_folder} is a stack of layers: there is no tolerance or step limit to sweep")
+            raise ValueError(f"nothing of {self.run_folder} is solved: there is no tolerance or step limit to sweep")
         settings = self._settings()
         figures = with_progress(lambda show: self._evaluate(loaded, task, settings, show))
         result = {
@@ -90,7 +94,24 @@ class Eval(Command):
         def on_batch(number: int) -> None:
             show(f"evaluating {self.split}", number + 1, total)
 
-        return evaluate(loaded.model, task, self.split, max_batches=self.max_batches, on_batch=on_batch, **settings)
+        key = {
+            "step": loaded.step,
+            "data": task.data_hash,
+            "split": self.split,
+            "max_batches": self.max_batches,
+            "batch": [loaded.config.data.eval_batch, loaded.config.data.eval_length],
+            "settings": {name: repr(value) for name, value in settings.items()},
+        }
+        progress = Progress(self.run_folder / f".{self._name()}.progress", key)
+        return evaluate(
+            loaded.model,
+            task,
+            self.split,
+            max_batches=self.max_batches,
+            on_batch=on_batch,
+            progress=progress,
+            **settings,
+        )
 
     def _sweep(self, loaded: LoadedRun, task: AbstractTask, show: Any) -> list[dict[str, Any]]:
         return sweep(

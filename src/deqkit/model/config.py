@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deqkit.adjoint import AbstractAdjoint, Implicit
-from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
+from deqkit.layers import ConvolutionConfig, RecurrentConfig, TransformerConfig, TrellisConfig, VocabularyConfig
 from deqkit.layers.checks import check_rates, check_whole
 from deqkit.solve import AbstractSolver, Anderson, Broyden, Fallback, Tolerance
 
@@ -17,8 +17,8 @@ class ModelConfig:
 
     vocabulary: VocabularyConfig
     """Tokens, their embedding and their softmax."""
-    cell: TransformerConfig | TrellisConfig
-    """The function f."""
+    cell: TransformerConfig | TrellisConfig | RecurrentConfig | ConvolutionConfig
+    """The function f; or a network to compare with, which has depth 1 and no equilibrium."""
     depth: Literal["equilibrium"] | int = "equilibrium"
     """Solve for the equilibrium of f, or apply it this many times."""
     tied: bool = True
@@ -27,7 +27,8 @@ class ModelConfig:
     """Keep only the states between the layers of a stack, and compute the rest again in the backward pass."""
     mem_len: int = 0
     """Positions of earlier segments that a segment sees. A trellis cell needs, and keeps, only what its kernel
-    reaches; for it any number but 0 means that."""
+    reaches, as a convolution network does, and a recurrent one keeps its state; for them any number but 0 means
+    that."""
     subsequences: int = 1
     """Solve a sequence in so many pieces, one after the other, with gradients across them."""
     embedding_dropout: float = 0.0
@@ -61,11 +62,23 @@ class ModelConfig:
             raise ValueError("an equilibrium keeps no layers that checkpointing could save; set depth, or drop it")
         check_whole(0, mem_len=self.mem_len)
         check_whole(1, subsequences=self.subsequences, max_steps=self.max_steps, eval_max_steps=self.eval_max_steps)
-        if isinstance(self.cell, TrellisConfig):
-            self._check_trellis(self.cell)
+        if not isinstance(self.cell, TransformerConfig):
+            self._check_widths(self.cell)
+        if self.is_baseline and (not self.tied or self.checkpoint):
+            raise ValueError("a network to compare with is run once: there are no layers to untie or to checkpoint")
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the body is a network that is run once: not a cell, and without an equilibrium."""
+        return isinstance(self.cell, RecurrentConfig | ConvolutionConfig)
 
     def check_depth(self, depth: Any) -> None:
         """Raise a ValueError unless the cells can be used at this depth."""
+        if self.is_baseline:
+            if depth != 1 or isinstance(depth, bool):
+                kind = "recurrent" if isinstance(self.cell, RecurrentConfig) else "convolution"
+                raise ValueError(f"a {kind} network is run once and has no equilibrium: depth must be 1, got {depth!r}")
+            return
         if depth == "equilibrium":
             if not self.tied:
                 raise ValueError("untied cells have no equilibrium: set tied=True, or depth to a number of layers")
@@ -80,7 +93,7 @@ class ModelConfig:
     def _check_kinds(self) -> None:
         kinds: dict[str, Any] = {
             "vocabulary": VocabularyConfig,
-            "cell": (TransformerConfig, TrellisConfig),
+            "cell": (TransformerConfig, TrellisConfig, RecurrentConfig, ConvolutionConfig),
             "solver": (AbstractSolver, Fallback),
             "tol": Tolerance,
             "eval_tol": Tolerance,
@@ -92,16 +105,18 @@ class ModelConfig:
                 example = kind[0] if isinstance(kind, tuple) else kind
                 raise ValueError(f"{name} must be a {example.__name__}, got {value!r}")
 
-    def _check_trellis(self, cell: TrellisConfig) -> None:
-        vocabulary = self.vocabulary
+    def _check_widths(self, cell: TrellisConfig | RecurrentConfig | ConvolutionConfig) -> None:
+        """Only the transformer cell's embedding has maps between tables and cell."""
+        vocabulary, kind = self.vocabulary, type(cell).__name__.removesuffix("Config").lower()
         if vocabulary.embedding_width != cell.input_width:
             raise ValueError(
-                f"embedding_width {vocabulary.embedding_width} and the trellis cell's input_width "
+                f"embedding_width {vocabulary.embedding_width} and the {kind} cell's input_width "
                 f"{cell.input_width} must be the same"
             )
         if vocabulary.div_val > 1:
-            raise ValueError("a trellis model has one table for all classes: set div_val=1")
-        if vocabulary.tie_weights and cell.output_width != cell.input_width:
+            raise ValueError(f"a {kind} model has one table for all classes: set div_val=1")
+        output_width = cell.hidden_width if cell.output_width is None else cell.output_width
+        if vocabulary.tie_weights and output_width != cell.input_width:
             raise ValueError(
-                f"tied weights need output_width {cell.output_width} and input_width {cell.input_width} to be the same"
+                f"tied weights need output_width {output_width} and input_width {cell.input_width} to be the same"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -14,11 +14,26 @@ from torch.utils.checkpoint import checkpoint
 
 from deqkit.adjoint import AbstractAdjoint
 from deqkit.deq import DEQ
-from deqkit.layers import Embedding, Softmax, TransformerCell, TransformerConfig, TrellisCell
+from deqkit.layers import (
+    ConvolutionConfig,
+    ConvolutionNetwork,
+    Embedding,
+    RecurrentConfig,
+    RecurrentNetwork,
+    Softmax,
+    TransformerCell,
+    TransformerConfig,
+    TrellisCell,
+    TrellisConfig,
+)
 from deqkit.layers.dropout import dropped, variational_mask
 from deqkit.layers.memory import check_memory
 from deqkit.model.config import ModelConfig
+from deqkit.model.decode import Generation, OnToken, generate
+from deqkit.model.decode_sample import Sampling
+from deqkit.model.decode_solve import SolveSettings
 from deqkit.solve import AbstractSolver, Fallback, Solution, Tolerance
+from deqkit.solve._fixed_point import check_settings
 from deqkit.solve._packing import map_tensors
 
 # B samples, T positions, D width
@@ -72,13 +87,12 @@ class SequenceModel(nn.Module):
         self.config = config
         num_cells = 1 if config.tied else int(config.depth)
         cells = [_make_cell(config) for _ in range(num_cells)]
-        is_transformer = isinstance(config.cell, TransformerConfig)
         width = config.cell.width if isinstance(config.cell, TransformerConfig) else config.cell.input_width
-        std = width**-0.5 if config.cell.init_std is None else config.cell.init_std
+        std = _vocabulary_std(config, width)
         self.embedding = Embedding(
             config.vocabulary,
             width,
-            scale=width**0.5 if is_transformer else 1.0,
+            scale=1.0 if isinstance(config.cell, TrellisConfig) else width**0.5,
             dropout=config.embedding_dropout,
             std=std,
         )
@@ -124,6 +138,57 @@ class SequenceModel(nn.Module):
             output.nll = self.softmax.nll(output.hidden, targets.long())
             output.loss = output.nll.sum() / (targets >= 0).sum().clamp(min=1)
         return output
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        stop: Iterable[int] = (),
+        context: int | None = None,
+        on_token: OnToken | None = None,
+        tol: Tolerance | None = None,
+        max_steps: int | None = None,
+        solver: AbstractSolver | Fallback | None = None,
+        depth: Depth | None = None,
+    ) -> Generation:
+        """Go on from prompts, token by token, as if the text so far were one segment that is solved again each time.
+
+        Args:
+            prompts: rows of token ids, which may differ in length, or a tensor (batch, length).
+            max_tokens: new tokens of every text.
+            temperature, top_k, top_p: see `Sampling`; temperature 0 takes the likeliest token.
+            seed: of the first text; each further one has the next number. Or one seed a prompt; None for any.
+            stop: tokens after which a text ends.
+            context: positions that attention sees, its own included, as with `local_size`; None for all there are.
+            on_token: called with sample, token and log-probability as soon as a token is known.
+            tol, max_steps, solver: of every solve; those of evaluation if left out.
+            depth: the depth for this call.
+        """
+        depth = self.config.depth if depth is None else depth
+        self.config.check_depth(depth)
+        check_settings(solver, tol, max_steps)
+        settings = SolveSettings(
+            tol=self.config.eval_tol if tol is None else tol,
+            max_steps=self.config.eval_max_steps if max_steps is None else max_steps,
+            solver=self.config.solver if solver is None else solver,
+        )
+        return generate(
+            self,
+            prompts,
+            max_tokens=max_tokens,
+            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            seed=seed,
+            stop=stop,
+            context=context,
+            on_token=on_token,
+            depth=depth,
+            settings=settings,
+        )
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Token ids to the input of the body, with dropout."""
@@ -197,7 +262,7 @@ class SequenceModel(nn.Module):
         for cell, kept, noise in zip(cells, memory, noises, strict=True):
             injections.append(cell.inject(x_BTD, kept, noise))
             bound.append(cell.bind(injections[-1], kept, noise))
-        z = cells[0].initial_state(injections[0]) if self._injects else x_BTD
+        z = cells[0].initial_state(injections[0]) if self.injects else x_BTD
         after = []
         for layer in range(num_layers):
             if not self.config.tied:
@@ -209,7 +274,8 @@ class SequenceModel(nn.Module):
         return z, tuple(after)
 
     @property
-    def _injects(self) -> bool:
+    def injects(self) -> bool:
+        """Whether the cells see the input at every layer; a stack without starts from it."""
         return not isinstance(self.config.cell, TransformerConfig) or self.config.cell.inject
 
     def _mask(self, x_BTD: Tensor, rate: float) -> Tensor | None:
@@ -219,8 +285,22 @@ class SequenceModel(nn.Module):
         return f"depth={self.config.depth}, mem_len={self.config.mem_len}"
 
 
-def _make_cell(config: ModelConfig) -> TransformerCell | TrellisCell:
-    return TransformerCell(config.cell) if isinstance(config.cell, TransformerConfig) else TrellisCell(config.cell)
+def _make_cell(config: ModelConfig) -> TransformerCell | TrellisCell | RecurrentNetwork | ConvolutionNetwork:
+    match config.cell:
+        case TransformerConfig():
+            return TransformerCell(config.cell)
+        case TrellisConfig():
+            return TrellisCell(config.cell)
+        case RecurrentConfig():
+            return RecurrentNetwork(config.cell)
+        case ConvolutionConfig():
+            return ConvolutionNetwork(config.cell)
+
+
+def _vocabulary_std(config: ModelConfig, width: int) -> float:
+    """The networks to compare with have the transformer's embedding, of size one, whatever their own weights are."""
+    std = config.cell.init_std if isinstance(config.cell, TransformerConfig | TrellisConfig) else None
+    return width**-0.5 if std is None else std
 
 
 def _make_softmax(config: ModelConfig, embedding: Embedding, width: int, std: float) -> Softmax:

@@ -14,7 +14,7 @@ from deqkit.report.markup import Html, element, join, missing, paragraph, sectio
 from deqkit.report.measure import Measured, Missing
 from deqkit.report.sections.cost import PART_NAMES, memory_bar
 from deqkit.report.sections.learning import is_wide
-from deqkit.report.sections.overview import describe_data, evals_per_solve, seconds_per_step
+from deqkit.report.sections.overview import describe_data, describe_layers, evals_per_solve, seconds_per_step
 from deqkit.report.words import duration, figure, listed, number, plural, share, short_count, size, times
 
 
@@ -109,7 +109,7 @@ def _remark(test: Evaluation | None) -> str:
 
 def _evals(history: History) -> str:
     if not history.is_equilibrium:
-        return plural(int(history.config.model.depth), "layer")
+        return describe_layers(history.config)
     evals = evals_per_solve(history)
     return "none yet" if evals is None else number(evals)
 

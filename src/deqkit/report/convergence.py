@@ -55,8 +55,14 @@ class Convergence:
 
 @torch.no_grad()
 def measure_convergence(trained: Trained) -> Convergence:
-    """Solve a validation batch in several ways, every one from the same start to the same number of evaluations."""
+    """Solve a validation batch in several ways, every one from the same start to the same number of evaluations.
+
+    Raises:
+        ValueError: the model is a network to compare with.
+    """
     config = trained.model.config
+    if config.is_baseline:
+        raise ValueError("a network that is run once has nothing that could converge")
     x_BTD, memory = _validation_batch(trained)
     is_equilibrium = config.depth == "equilibrium"
     radius = None

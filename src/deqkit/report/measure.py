@@ -42,7 +42,7 @@ class StepMemory:
     """Layers of the counterpart of an equilibrium: as many as a solve takes evaluations. A tied stack has its
     equilibrium for a counterpart, and then this is None."""
     counterpart: TrainingMemory | None
-    """None if there is none: layers that are not tied have no equilibrium."""
+    """None if there is none: layers that are not tied have no equilibrium, nor has a network to compare with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ def step_memory(history: History) -> StepMemory:
     other = None
     if depth is not None:
         other = replace(config.model, depth=depth, subsequences=1)
-    elif config.model.tied and not history.is_equilibrium and injects(config.model):
+    elif config.model.tied and not history.is_equilibrium and injects(config.model) and not config.model.is_baseline:
         other = replace(config.model, depth="equilibrium", checkpoint=False)
     counterpart = None if other is None else training_memory(other, batch=batch, length=length)
     return StepMemory(own=own, batch=batch, length=length, depth=depth, counterpart=counterpart)

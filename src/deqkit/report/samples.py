@@ -1,4 +1,4 @@
-"""What the trained model makes of a text, or of one copy-memory example: found by solving again for every token."""
+"""What the trained model makes of a text, or of one copy-memory example."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from deqkit.model import ModelOutput, SequenceModel
+from deqkit.layers import TransformerConfig
 from deqkit.report.trained import Trained
 from deqkit.train.tasks import CopyTask, TextTask
 
-# B samples, T positions, V tokens
+# B samples, T positions
 
 PROMPT, NUM_TOKENS = 32, 60
 SEARCHED = 4_000
@@ -66,9 +65,8 @@ def take_samples(trained: Trained) -> TextSamples | CopySample:
 
 def _text_samples(trained: Trained, task: TextTask) -> TextSamples:
     prompt, actual = _passage(task)
-    tokens_BT = torch.tensor(prompt).expand(len(TEMPERATURES), -1)
     decode = task.corpus.decode
-    texts = map(decode, continue_text(trained, tokens_BT, num_tokens=NUM_TOKENS).tolist())
+    texts = map(decode, continue_text(trained, prompt, num_tokens=NUM_TOKENS))
     written = [Continuation(temperature=t, text=text) for t, text in zip(TEMPERATURES, texts, strict=True)]
     return TextSamples(prompt=decode(prompt), actual=decode(actual), continuations=written)
 
@@ -89,38 +87,13 @@ def _prose(text: str) -> float:
     return len(re.sub(" +", " ", kept)) / max(1, len(text))
 
 
-def continue_text(trained: Trained, tokens_BT: Tensor, *, num_tokens: int) -> Tensor:
-    """The tokens that follow, (B, num_tokens), row by row at the temperatures of `TEMPERATURES`.
-
-    With a memory every solve is of one position; without, the whole window is solved again.
-    """
-    model, window = trained.model, trained.window
-    generator = torch.Generator().manual_seed(SEED)
-    output = model(tokens_BT[:, -window:], depth=trained.depth)
-    written: list[Tensor] = []
-    for _ in range(num_tokens):
-        if written:
-            output = _go_on(trained, torch.cat([tokens_BT, torch.stack(written, 1)], 1), output)
-        written.append(_choose(model, output, generator))
-    return torch.stack(written, 1)
-
-
-def _go_on(trained: Trained, tokens_BT: Tensor, before: ModelOutput) -> ModelOutput:
-    if trained.model.config.mem_len > 0:
-        return trained.model(tokens_BT[:, -1:], memory=before.memory, depth=trained.depth)
-    return trained.model(tokens_BT[:, -trained.window :], depth=trained.depth)
-
-
-def _choose(model: SequenceModel, output: ModelOutput, generator: torch.Generator) -> Tensor:
-    scores_BV = model.softmax.log_probs(output.hidden[:, -1:])[:, 0]
-    chosen: list[Any] = []
-    for temperature, scores_V in zip(TEMPERATURES, scores_BV, strict=True):
-        if temperature == 0:
-            chosen.append(scores_V.argmax())
-        else:
-            probabilities_V = torch.softmax(scores_V / temperature, -1)
-            chosen.append(torch.multinomial(probabilities_V, 1, generator=generator)[0])
-    return torch.stack(chosen)
+def continue_text(trained: Trained, prompt: Sequence[int], *, num_tokens: int) -> list[list[int]]:
+    """The tokens that follow, at each of the `TEMPERATURES`."""
+    model, config = trained.model, trained.model.config
+    context = trained.window + config.mem_len if isinstance(config.cell, TransformerConfig) else None
+    settings: dict[str, Any] = {"max_tokens": num_tokens, "context": context, "depth": trained.depth, "seed": SEED}
+    written = [model.generate([prompt], temperature=temperature, **settings) for temperature in TEMPERATURES]
+    return [generation.tokens[0].tolist() for generation in written]
 
 
 def _copy_sample(trained: Trained, task: CopyTask) -> CopySample:

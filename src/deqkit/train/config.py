@@ -200,6 +200,8 @@ class TrainConfig:
         devices, regulariser = self.devices, self.regulariser
         if not self.model.tied and devices.warmup_steps:
             raise ValueError("an untied stack has one depth: set devices.warmup_steps to 0")
+        if self.model.is_baseline and devices.warmup_steps:
+            raise ValueError("a network to compare with has one depth: set devices.warmup_steps to 0")
         if devices.early_adjoint_steps or devices.random_steps:
             raise ValueError("a stack has no solve: set devices.early_adjoint_steps and random_steps to 0")
         if regulariser.jacobian or regulariser.spectral:

@@ -11,6 +11,8 @@ from deqkit.analysis import causality_leak
 from deqkit.data import Batch
 from deqkit.model import SequenceModel
 from deqkit.solve import AbstractSolver, Fallback, Status, Tolerance
+from deqkit.train.progress import Progress
+from deqkit.train.state import memory_of, plain_memory
 from deqkit.train.tasks import AbstractTask
 
 # B samples, T positions
@@ -29,6 +31,7 @@ def evaluate(
     max_steps: int | None = None,
     solver: AbstractSolver | Fallback | None = None,
     on_batch: Any = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The figures of a model on a split.
 
@@ -36,6 +39,8 @@ def evaluate(
         accelerator: shares the work among processes; None for this one alone.
         max_batches: stop early; the figures are then of a part, and say so (`complete`).
         depth, tol, max_steps, solver: settings of the solve; those of the model's configuration if left out.
+        on_batch: called with the number of every batch that is done.
+        progress: where the pass is noted down, and where one that was interrupted goes on. For one process.
 
     Returns:
         The task's figures, `num_tokens`, and with an equilibrium `evals` (mean per segment), `residual` (largest) and
@@ -46,17 +51,24 @@ def evaluate(
     model.eval()
     settings = {"depth": depth, "tol": tol, "max_steps": max_steps, "solver": solver}
     totals = _Totals(next(model.parameters()).device)
+    num_done = totals.resume(model, progress) if progress else 0
     complete = True
     try:
         for number, batch in enumerate(task.evaluation(split, rank=rank, world_size=world_size)):
+            if number < num_done:
+                continue
             if max_batches is not None and number >= max_batches:
                 complete = False
                 break
             totals.add(model, batch, settings)
             if on_batch is not None:
                 on_batch(number)
+            if progress is not None:
+                progress.save(number + 1, totals.state())
     finally:
         model.train(was_training)
+    if progress is not None:
+        progress.clear()
     return {**totals.figures(task, split, accelerator), "complete": complete}
 
 
@@ -81,6 +93,20 @@ class _Totals:
             failed += (solution.codes != Status.CONVERGED.severity).sum()
             self._residual = torch.maximum(self._residual, solution.residual.max().double())
         self._sums += torch.stack([*sums, evals, solves, failed])
+
+    def state(self) -> dict[str, Any]:
+        return {"sums": self._sums, "residual": self._residual, "memory": plain_memory([self._memory])}
+
+    def resume(self, model: SequenceModel, progress: Progress) -> int:
+        """Take up what an interrupted pass had; returns how many batches that were."""
+        found = progress.load()
+        if found is None:
+            return 0
+        num_done, state = found
+        device, (part,) = self._sums.device, state["memory"]
+        self._memory = memory_of(model, part, part[0][0].shape[0], device)
+        self._sums, self._residual = state["sums"].to(device), state["residual"].to(device)
+        return num_done
 
     def figures(self, task: AbstractTask, split: str, accelerator: Any) -> dict[str, Any]:
         sums, residual = self._sums, self._residual

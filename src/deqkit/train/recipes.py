@@ -6,13 +6,16 @@ gave nowhere is taken from the nearest thing they gave. `-mini` versions are siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from deqkit.adjoint import Implicit
-from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
-from deqkit.model import ModelConfig
+from deqkit.layers import ConvolutionConfig, RecurrentConfig, TransformerConfig, TrellisConfig, VocabularyConfig
+from deqkit.model import ModelConfig, SequenceModel, num_parameters
 from deqkit.model.paper import PAPER_MODELS, PTB_WORDS
 from deqkit.solve import Anderson, Broyden, Tolerance
 from deqkit.train.config import DataConfig, DeviceConfig, OptimiserConfig, RegulariserConfig, TrainConfig
@@ -38,8 +41,8 @@ def copy_memory() -> TrainConfig:
         data=DataConfig(source="copy-memory", batch=8, eval_batch=16),
         optimiser=OptimiserConfig(lr=3e-3, betas=(0.9, 0.98), clip=1.0, warmup_steps=100, floor=0.3),
         devices=DeviceConfig(warmup_steps=600),
-        steps=1600,
-        eval_every=400,
+        steps=1400,
+        eval_every=200,
         expected_time="15 minutes on two cores",
     )
 
@@ -55,6 +58,26 @@ def copy_memory_mini() -> TrainConfig:
         steps=800,
         expected_time="1 minute on two cores",
     )
+
+
+def copy_memory_lstm() -> TrainConfig:
+    """An LSTM on copy memory, as large as the equilibrium model (table 1)."""
+    cell = RecurrentConfig(unit="lstm", input_width=10, hidden_width=52)
+    return _copy_memory_baseline(cell, "copy-memory-lstm", batch=32, expected_time="4 minutes on two cores")
+
+
+def copy_memory_gru() -> TrainConfig:
+    """A GRU on copy memory, as large as the equilibrium model (table 1)."""
+    cell = RecurrentConfig(unit="gru", input_width=10, hidden_width=61)
+    return _copy_memory_baseline(cell, "copy-memory-gru", batch=32, expected_time="7 minutes on two cores")
+
+
+def copy_memory_tcn() -> TrainConfig:
+    """A TCN on copy memory with 16 thousand parameters, as in the paper; it sees 3,570 positions back (table 1)."""
+    cell = ConvolutionConfig(
+        input_width=11, hidden_width=11, kernel_size=8, num_levels=8, init_std=None, input_scale=4.0
+    )
+    return _copy_memory_baseline(cell, "copy-memory-tcn", batch=16, expected_time="5 minutes on two cores")
 
 
 def demo() -> TrainConfig:
@@ -90,8 +113,18 @@ def wikitext_2_mini() -> TrainConfig:
     return _mini(vocabulary, "wikitext-2-mini", "")
 
 
+def ptb_mini_lstm() -> TrainConfig:
+    """An LSTM on Penn Treebank, with as many parameters as ptb-mini."""
+    return _mini_lstm(ptb_mini())
+
+
+def wikitext_2_mini_lstm() -> TrainConfig:
+    """An LSTM on WikiText-2, with as many parameters as wikitext-2-mini."""
+    return _mini_lstm(wikitext_2_mini())
+
+
 def wt103_transformer_mini() -> TrainConfig:
-    """A DEQ-Transformer with adaptive embedding, 13 million parameters, on WikiText-103."""
+    """A DEQ-Transformer with adaptive embedding, five million parameters, on WikiText-103."""
     vocabulary = VocabularyConfig(size=267_735, embedding_width=160, cutoffs=(4_000, 40_000), div_val=4)
     return _mini(vocabulary, "wt103-deq-transformer-mini", "")
 
@@ -172,6 +205,22 @@ def layers(config: TrainConfig, depth: int, *, tied: bool) -> TrainConfig:
     )
 
 
+def _untied_mini(config: TrainConfig, depth: int) -> TrainConfig:
+    """Untied layers that together have the parameters of the one cell: narrower heads and hidden layers."""
+    untied = layers(config, depth, tied=False)
+    cell: Any = replace(untied.model.cell, head_width=16, hidden_width=1)
+    size = _num_cell_parameters(config.model)
+    smallest = _num_cell_parameters(replace(untied.model, cell=cell))
+    one_more = depth * (2 * cell.width + 1)  # a hidden unit in every layer: a row, a column and a bias
+    cell = replace(cell, hidden_width=1 + round((size - smallest) / one_more))
+    return replace(untied, model=replace(untied.model, cell=cell))
+
+
+def _num_cell_parameters(model: ModelConfig) -> int:
+    with torch.device("meta"):
+        return num_parameters(SequenceModel(model)).rest
+
+
 def _paper_layers(recipe: Callable[[], TrainConfig], model: str) -> Callable[[], TrainConfig]:
     """A counterpart that has sizes of its own in the paper's tables."""
     counterpart = PAPER_MODELS[model]()
@@ -183,7 +232,14 @@ def _mini_model(vocabulary: VocabularyConfig, *, width: int, hidden_width: int) 
     return ModelConfig(
         vocabulary=vocabulary,
         cell=TransformerConfig(
-            width=width, num_heads=4, hidden_width=hidden_width, dropout=0.1, hidden_dropout=0.1, init_std=None
+            width=width,
+            num_heads=4,
+            hidden_width=hidden_width,
+            positions="learned",
+            num_distances=128,
+            dropout=0.1,
+            hidden_dropout=0.1,
+            init_std=None,
         ),
         mem_len=64,
         input_dropout=0.1,
@@ -203,30 +259,94 @@ def _mini(vocabulary: VocabularyConfig, name: str, source: str) -> TrainConfig:
         model=_mini_model(vocabulary, width=160, hidden_width=800),
         data=DataConfig(source=source, batch=32, length=64, eval_batch=32),
         optimiser=OptimiserConfig(name="adamw", lr=4e-3, betas=(0.9, 0.98), clip=0.5, warmup_steps=60, floor=0.03),
-        devices=DeviceConfig(warmup_steps=1_800),
+        devices=DeviceConfig(warmup_steps=1_500),
         regulariser=RegulariserConfig(spectral=0.02),
-        steps=4_000,
-        eval_every=400,
-        checkpoint_every=200,
-        expected_time="1 hour on two cores",
+        steps=2_400,
+        eval_every=300,
+        checkpoint_every=100,
+        expected_time="half an hour on two cores",
     )
 
 
 def _trellis_mini(vocabulary: VocabularyConfig) -> TrainConfig:
+    """Solved in short pieces: the state travels one position per application, so a piece of 8 positions needs some 15
+    evaluations where all 64 at once need 70, and both give the same equilibrium."""
     width = vocabulary.embedding_width
     config = _mini(vocabulary, "ptb-deq-trellisnet-mini", "")
     model = replace(
         config.model,
         cell=TrellisConfig(
-            input_width=width, hidden_width=160, output_width=width, hidden_dropout=0.1, normalise="weight"
+            input_width=width, hidden_width=40, output_width=width, hidden_dropout=0.1, normalise="weight"
         ),
         mem_len=1,
+        subsequences=8,
         solver=Broyden(memory=2, group="prefix"),
         max_steps=30,
         adjoint=Implicit(solver=Anderson(memory=2), tol=Tolerance(rtol=5e-2), max_steps=20),
     )
-    devices = DeviceConfig(warmup_depth=10, warmup_steps=1_800)
-    return replace(config, model=model, devices=devices, regulariser=RegulariserConfig(), steps=3_000)
+    devices = DeviceConfig(warmup_depth=10, warmup_steps=700)
+    return replace(config, model=model, devices=devices, regulariser=RegulariserConfig(), steps=1_000, eval_every=200)
+
+
+def _long(config: TrainConfig) -> TrainConfig:
+    """The best that two cores reach in about two hours: five times the steps, against which dropout must hold."""
+    model = config.model
+    if isinstance(model.cell, TransformerConfig):
+        cell = replace(model.cell, dropout=0.2, hidden_dropout=0.2)
+        model = replace(model, cell=cell, input_dropout=0.3, output_dropout=0.3)
+    else:
+        model = replace(model, input_dropout=0.5, output_dropout=0.4)
+    devices = replace(config.devices, warmup_steps=5 * config.devices.warmup_steps)
+    return replace(
+        config,
+        recipe=f"{config.recipe}-long",
+        model=model,
+        devices=devices,
+        steps=5 * config.steps,
+        eval_every=5 * config.eval_every,
+        expected_time="2 hours on two cores",
+    )
+
+
+def _baseline(config: TrainConfig, cell: RecurrentConfig | ConvolutionConfig, name: str, **changes: Any) -> TrainConfig:
+    """A recipe with a network to compare with in the place of its model: the same data and evaluation, no devices."""
+    vocabulary = replace(config.model.vocabulary, embedding_width=cell.input_width)
+    model = replace(config.model, vocabulary=vocabulary, cell=cell, depth=1, subsequences=1)
+    regulariser = replace(config.regulariser, jacobian=0.0, spectral=0.0)
+    return replace(config, recipe=name, model=model, devices=DeviceConfig(), regulariser=regulariser, **changes)
+
+
+def _copy_memory_baseline(
+    cell: RecurrentConfig | ConvolutionConfig, name: str, *, batch: int, expected_time: str
+) -> TrainConfig:
+    config = copy_memory()
+    return _baseline(
+        config,
+        cell,
+        name,
+        data=replace(config.data, batch=batch),
+        optimiser=OptimiserConfig(lr=2e-3, clip=1.0, schedule="constant"),
+        steps=2_000,
+        expected_time=expected_time,
+    )
+
+
+def _mini_lstm(config: TrainConfig) -> TrainConfig:
+    """One layer, as wide as leaves the number of parameters as it is."""
+    width = config.model.vocabulary.embedding_width
+    num_rest = _num_cell_parameters(config.model)
+    # 4 h (width + h) weights and 8 h biases of the gates, then a map back to the width of the table: (h + 1) width
+    half = (5 * width + 8) / 8
+    hidden_width = round(math.sqrt(half**2 + (num_rest - width) / 4) - half)
+    cell = RecurrentConfig(unit="lstm", input_width=width, hidden_width=hidden_width, output_width=width)
+    lstm = _baseline(
+        config,
+        cell,
+        f"{config.recipe}-lstm",
+        optimiser=replace(config.optimiser, lr=6e-3),
+        expected_time="15 minutes on two cores",
+    )
+    return replace(lstm, model=replace(lstm.model, mem_len=1, input_dropout=0.25, output_dropout=0.2))
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
@@ -235,12 +355,21 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "text": text,
     "copy-memory": copy_memory,
     "copy-memory-mini": copy_memory_mini,
+    "copy-memory-lstm": copy_memory_lstm,
+    "copy-memory-gru": copy_memory_gru,
+    "copy-memory-tcn": copy_memory_tcn,
     "ptb-mini": ptb_mini,
     "ptb-mini-tied-16": lambda: layers(ptb_mini(), 16, tied=True),
-    "ptb-mini-untied-4": lambda: layers(ptb_mini(), 4, tied=False),
+    "ptb-mini-untied-4": lambda: _untied_mini(ptb_mini(), 4),
+    "ptb-mini-lstm": ptb_mini_lstm,
     "wikitext-2-mini": wikitext_2_mini,
     "wikitext-2-mini-tied-16": lambda: layers(wikitext_2_mini(), 16, tied=True),
-    "wikitext-2-mini-untied-4": lambda: layers(wikitext_2_mini(), 4, tied=False),
+    "wikitext-2-mini-untied-4": lambda: _untied_mini(wikitext_2_mini(), 4),
+    "wikitext-2-mini-lstm": wikitext_2_mini_lstm,
+    "ptb-mini-long": lambda: _long(ptb_mini()),
+    "ptb-mini-lstm-long": lambda: _long(ptb_mini_lstm()),
+    "wikitext-2-mini-long": lambda: _long(wikitext_2_mini()),
+    "wikitext-2-mini-lstm-long": lambda: _long(wikitext_2_mini_lstm()),
     "ptb-deq-trellisnet-mini": ptb_trellis_mini,
     "ptb-deq-trellisnet-mini-tied-60": lambda: layers(ptb_trellis_mini(), 60, tied=True),
     "wt103-deq-transformer-mini": wt103_transformer_mini,

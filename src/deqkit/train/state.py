@@ -72,7 +72,7 @@ class TrainingState:
             writer.begin()
         accelerator.wait_for_everyone()
         try:
-            tensors, rest = flatten({"memory": _plain_memory(self.memory), "random": _random_state()}, "rank")
+            tensors, rest = flatten({"memory": plain_memory(self.memory), "random": _random_state()}, "rank")
             writer.add_tensors(f"rank-{accelerator.process_index}.safetensors", tensors)
             writer.add_json(f"rank-{accelerator.process_index}.json", rest)
             if accelerator.is_main_process:
@@ -155,7 +155,7 @@ class TrainingState:
         tensors = read_checkpoint_tensors(checkpoint, f"{name}.safetensors")
         own = unflatten(tensors, read_json(checkpoint, f"{name}.json"))
         rows = len(self.batches.rows) // self.config.optimiser.accumulate
-        self.memory = [_memory_of(self.model, part, rows, self.accelerator.device) for part in own["memory"]]
+        self.memory = [memory_of(self.model, part, rows, self.accelerator.device) for part in own["memory"]]
         _set_random_state(own["random"])
 
     def _check(self, state: dict[str, Any], checkpoint: Path) -> None:
@@ -200,11 +200,13 @@ def _with_integer_keys(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": {int(key): value for key, value in state["state"].items()}}
 
 
-def _plain_memory(memory: list[Any]) -> list[Any]:
+def plain_memory(memory: list[Any]) -> list[Any]:
+    """Memories of earlier segments as lists of tensors, for a file."""
     return [None if part is None else [list(entry) for entry in part] for part in memory]
 
 
-def _memory_of(model: SequenceModel, part: Any, rows: int, device: torch.device) -> Any:
+def memory_of(model: SequenceModel, part: Any, rows: int, device: torch.device) -> Any:
+    """One of them again, checked against the model."""
     if part is None:
         return None
     x_B1D = torch.zeros(rows, 1, model.embedding.width)

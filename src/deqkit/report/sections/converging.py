@@ -14,7 +14,9 @@ TITLE = "Convergence of the trained model"
 
 def converging_section(measured: Measured, *, key: str, level: int) -> Html:
     convergence, trained = measured.convergence, measured.trained
-    if isinstance(convergence, Missing) or isinstance(trained, Missing):
+    if measured.history.config.model.is_baseline:
+        content = missing("This network is run once: it has no cell to solve or to apply again.")
+    elif isinstance(convergence, Missing) or isinstance(trained, Missing):
         reason = convergence.reason if isinstance(convergence, Missing) else ""
         content = missing(f"The trained model could not be looked at: {reason}.")
     else:

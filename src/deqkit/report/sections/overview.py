@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from deqkit.layers import TransformerConfig
+from deqkit.layers import ConvolutionConfig, RecurrentConfig, TransformerConfig, TrellisConfig
 from deqkit.report.history import History
 from deqkit.report.markup import Html, element, join, paragraph
 from deqkit.report.measure import Measured, Missing
@@ -32,11 +32,16 @@ def summary(history: History) -> str:
 
 
 def describe_model(config: TrainConfig) -> str:
-    cell = config.model.cell
-    if isinstance(cell, TransformerConfig):
-        kind = f"A transformer cell of width {cell.width} with {plural(cell.num_heads, 'head')}"
-    else:
-        kind = f"A trellis cell with {plural(cell.hidden_width, 'hidden unit')}"
+    match config.model.cell:
+        case TransformerConfig() as cell:
+            kind = f"A transformer cell of width {cell.width} with {plural(cell.num_heads, 'head')}"
+        case TrellisConfig() as cell:
+            kind = f"A trellis cell with {plural(cell.hidden_width, 'hidden unit')}"
+        case RecurrentConfig() as cell:
+            name = "An LSTM" if cell.unit == "lstm" else "A GRU"
+            kind = f"{name} with {plural(cell.hidden_width, 'hidden unit')}"
+        case ConvolutionConfig() as cell:
+            kind = f"A TCN with {plural(cell.hidden_width, 'channel')}"
     return f"{kind}, {describe_depth(config)}"
 
 
@@ -44,7 +49,19 @@ def describe_depth(config: TrainConfig) -> str:
     depth = config.model.depth
     if depth == "equilibrium":
         return "solved to its equilibrium"
+    if config.model.is_baseline:
+        return f"in {describe_layers(config)}"
     return f"as {plural(int(depth), 'tied layer' if config.model.tied else 'untied layer')}"
+
+
+def describe_layers(config: TrainConfig) -> str:
+    """Layers of a network without an equilibrium; of a TCN its levels."""
+    match config.model.cell:
+        case RecurrentConfig() as cell:
+            return plural(cell.num_layers, "layer")
+        case ConvolutionConfig() as cell:
+            return plural(cell.num_levels, "level")
+    return plural(int(config.model.depth), "layer")
 
 
 def describe_data(data: DataConfig) -> str:
@@ -96,7 +113,8 @@ def _costs(measured: Measured) -> list[tuple[str, str, str]]:
 def _depth(history: History) -> tuple[str, str, str]:
     evals = evals_per_solve(history)
     if not history.is_equilibrium:
-        return "Depth", str(history.config.model.depth), "layers; nothing is solved"
+        depth, unit = describe_layers(history.config).split()
+        return "Depth", depth, f"{unit}; nothing is solved"
     if evals is None:
         return "Evaluations a solve", "none yet", "not validated at its equilibrium"
     return "Evaluations a solve", number(evals), "of the cell, in the last validation"

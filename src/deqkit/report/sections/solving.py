@@ -25,6 +25,8 @@ def solving_section(measured: Measured, *, key: str, level: int) -> Html:
 
 
 def _content(history: History, key: str) -> Html:
+    if history.config.model.is_baseline:
+        return missing("This network is run once: nothing is solved, so there are no solver steps or residuals.")
     if not history.is_equilibrium:
         depth = plural(int(history.config.model.depth), "layer")
         return missing(f"This run is a stack of {depth}: nothing is solved, so there are no solver steps or residuals.")

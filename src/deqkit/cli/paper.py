@@ -1,0 +1,158 @@
+"""`deqkit paper`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from deqkit.cli._command import Command
+from deqkit.cli._terminal import STYLE, TABLE_WIDTH
+from deqkit.paper.claim import Claim
+from deqkit.paper.document import write
+from deqkit.paper.rows import CLAIMS, PARTS, find
+from deqkit.paper.run import QUICK_FILE, Result, check, read_best, save_full, save_quick, verdict
+from deqkit.paper.workshop import Workshop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper(Command):
+    """The paper's claims, checked: every table, figure, theorem and remark is a row."""
+
+    rows: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROW")] = ()
+    """Rows to check; all if left out."""
+    full: bool = False
+    """At full length; for rows that are named."""
+    list: bool = False
+    """Say what rows there are, and run nothing."""
+    document: bool = False
+    """Write docs/paper.md and its figures from the results, and run nothing."""
+    runs: Path = Path("runs/paper")
+    """Where models are kept that checks have trained; what is there is used again."""
+    data: Path | None = None
+    """A folder with the prepared corpora ptb, wikitext-2 and wikitext-103; data if left out."""
+    seeds: tuple[int, ...] | None = None
+    """Train these seeds only; a row reports them and those that it finds."""
+    out: Path = Path("results")
+    """Where results are."""
+    docs: Path = Path("docs")
+    """Where the document is."""
+    json: bool = False
+    """Print the results to stdout as JSON."""
+
+    def run(self) -> int:
+        claims = find(self.rows)
+        if self.list:
+            return self._list(claims or CLAIMS)
+        if self.document:
+            for path in write(self.out, self.docs):
+                print(path)
+            return 0
+        if self.full and not claims:
+            raise ValueError("--full takes hours a row: name the rows, see `deqkit paper --list`")
+        return self._check(claims)
+
+    def _check(self, named: list[Claim]) -> int:
+        # A row without a quick version is skipped only if nobody asked for it.
+        claims = named or [claim for claim in CLAIMS if claim.quick is not None]
+        workshop = Workshop(runs=self.runs, data=self.data, seeds=self.seeds, tell=_Progress())
+        results: dict[str, Result] = {}
+        for claim in claims:
+            results[claim.row] = check(claim, workshop, full=self.full)
+            if not self.json:
+                _print_result(claim, results[claim.row])
+            # At once: a row may have taken hours.
+            written = save_full(self.out, results[claim.row]) if self.full else save_quick(self.out, results)
+            if self.full and not self.json:
+                print(f"  written to {written}")
+        if self.json:
+            print(json.dumps(results))
+            return 0
+        console = _console()
+        console.print(_table(claims, results))
+        console.print(_count(results), highlight=False)
+        if not self.full:
+            console.print(f"Written to {self.out / QUICK_FILE}", highlight=False, soft_wrap=True)
+        if not named and (longer := [claim.row for claim in CLAIMS if claim.quick is None]):
+            console.print(f"Only at full length: {', '.join(longer)}", highlight=False, soft_wrap=True)
+        return 0
+
+    def _list(self, claims: list[Claim] | tuple[Claim, ...]) -> int:
+        if self.json:
+            names = ("row", "where", "claim", "paper", "full_time", "elsewhere")
+            print(json.dumps([{name: getattr(claim, name) for name in names} for claim in claims]))
+            return 0
+        best = read_best(self.out)
+        console = _console()
+        for part in PARTS:
+            table = Table(title=part.title, **STYLE)
+            table.add_column("row", no_wrap=True)
+            table.add_column("where")
+            table.add_column("claim")
+            table.add_column("at full length")
+            table.add_column("last verdict")
+            chosen = [claim for claim in part.claims if claim in claims]
+            for claim in chosen:
+                last = verdict(best[claim.row]["holds"]) if claim.row in best else "-"
+                full = claim.full_time or "yes" if claim.full else "elsewhere" if claim.elsewhere else "-"
+                table.add_row(claim.row, claim.where, claim.claim, full, last)
+            if chosen:
+                console.print(table)
+        return 0
+
+
+class _Progress:
+    """A line on stderr now and then."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self._last > 10:
+            self._last = now
+            print(f"deqkit: {line}", file=sys.stderr)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+
+
+def _print_result(claim: Claim, result: Result) -> None:
+    console = _console()
+    console.print(
+        f"[bold]{claim.row}[/bold] ({claim.where}): {verdict(result['holds'])} [{result['seconds']:.0f} s]",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(f"  {result['measured']}", highlight=False, soft_wrap=True, markup=False)
+    if result["holds"] is not True and result["remark"]:
+        console.print(f"  {result['remark']}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _table(claims: list[Claim], results: dict[str, Result]) -> Table:
+    table = Table(title="the paper, claim by claim", **STYLE)
+    table.add_column("row", no_wrap=True)
+    for name in ("where", "claim", "paper", "measured", "holds"):
+        table.add_column(name, overflow="fold")
+    for claim in claims:
+        result = results[claim.row]
+        holds = {True: "yes", False: "NO", None: "not measured"}[result["holds"]]
+        table.add_row(claim.row, claim.where, claim.claim, claim.paper, result["measured"], holds)
+    return table
+
+
+def _count(results: dict[str, Result]) -> str:
+    verdicts = [result["holds"] for result in results.values()]
+    minutes = sum(result["seconds"] for result in results.values()) / 60
+    return (
+        f"{verdicts.count(True)} hold, {verdicts.count(False)} do not, {verdicts.count(None)} not measured; "
+        f"{minutes:.1f} minutes"
+    )

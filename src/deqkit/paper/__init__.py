@@ -1,0 +1,1 @@
+"""The paper, claim by claim: every table, figure, theorem and remark as something one can run."""

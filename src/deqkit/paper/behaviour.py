@@ -1,0 +1,170 @@
+"""How solves of trained models behave: figures 3 and 4, appendix D, and what the paper says about convergence."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from deqkit.paper import stability, stacking
+from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.solves import curve, figure
+from deqkit.paper.subjects import Scale, at_both_scales, describe, is_transformer
+from deqkit.paper.workshop import Workshop
+from deqkit.train.evaluate import sweep
+from deqkit.train.load import LoadedRun
+
+TOLERANCES = (0.9, 0.5, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
+STEP_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 30)
+SLIGHT, MUCH = 1.01, 1.05
+"""Factors on the perplexity: up to the first it is "a small degradation", from the second on "it hurts"."""
+NUM_BINS = 12
+_BACKWARD = "backward_evals"
+
+
+def through_training(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean evaluations and products in equal parts of a training, shallow steps left out; the first and the last
+    quarter tell whether they grow."""
+    solved = [r for r in records if r.get("evals") is not None and r.get("backward_evals") is not None]
+    if len(solved) < 8:
+        raise ValueError(f"{len(solved)} steps at the equilibrium are too few to see anything grow")
+    size = max(1, -(-len(solved) // NUM_BINS))
+    bins = [solved[i : i + size] for i in range(0, len(solved), size)]
+    quarter = len(solved) // 4
+
+    def mean(part: Sequence[dict[str, Any]], name: str) -> float:
+        return statistics.fmean(r[name] for r in part)
+
+    return {
+        "step": [part[-1]["step"] for part in bins],
+        "forward": [mean(part, "evals") for part in bins],
+        "backward": [mean(part, "backward_evals") for part in bins],
+        "first quarter": {"forward": mean(solved[:quarter], "evals"), "backward": mean(solved[:quarter], _BACKWARD)},
+        "last quarter": {"forward": mean(solved[-quarter:], "evals"), "backward": mean(solved[-quarter:], _BACKWARD)},
+        "unconverged, last quarter": mean(solved[-quarter:], "unconverged"),
+    }
+
+
+def figure_3_left(workshop: Workshop, *, scale: Scale) -> Outcome:
+    runs = {
+        "penalised": workshop.trained(scale.transformer(workshop)),
+        "plain": workshop.trained(scale.plain(workshop)),
+    }
+    numbers: dict[str, Any] = {name: through_training(workshop.metrics(run)) for name, run in runs.items()}
+    series = [
+        curve(f"{direction}, {name}", numbers[name][direction], numbers[name]["step"])
+        for name in runs
+        for direction in ("forward", "backward")
+    ]
+    first, last = numbers["plain"]["first quarter"], numbers["plain"]["last quarter"]
+    kept = numbers["penalised"]
+    grows = all(last[direction] > first[direction] for direction in ("forward", "backward"))
+    fewer = all(n["last quarter"]["backward"] < n["last quarter"]["forward"] for n in numbers.values())
+    model = runs["plain"].config.model
+    return Outcome(
+        measured=f"trained as in the paper, first to last quarter: forward {first['forward']:.1f} to "
+        f"{last['forward']:.1f} evaluations, backward {first['backward']:.1f} to {last['backward']:.1f} products; with "
+        f"our penalty on Jacobian modes above 1: {kept['first quarter']['forward']:.1f} to "
+        f"{kept['last quarter']['forward']:.1f} and {kept['first quarter']['backward']:.1f} to "
+        f"{kept['last quarter']['backward']:.1f}",
+        scale=describe(*runs.values()),
+        holds=grows and fewer,
+        numbers={
+            **numbers,
+            "grows": grows,
+            "backward needs fewer": fewer,
+            "figure": figure(x="training step", y="evaluations or products a solve", series=series),
+        },
+        remark=f"Growth is cut off at the training's limits of {model.max_steps} evaluations and "
+        f"{getattr(model.adjoint, 'max_steps', '-')} products, and judged at its tolerances (forward "
+        f"{model.tol.rtol:g} relative, looser than the paper's). The penalised recipe is made not to grow.",
+    )
+
+
+def figure_4_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
+    run = workshop.trained(scale.transformer(workshop))
+    points = _sweep(workshop, run, scale, tolerances=TOLERANCES, step_limits=())
+    best = points[-1]["perplexity"]
+    cheap = max(points[:-1], key=lambda p: (p["perplexity"] <= SLIGHT * best, p["tolerance"]))
+    size = _state_norm(run)
+    absolute = f" (in the paper's absolute norm: {cheap['tolerance'] * size:.1g})" if size else ""
+    return Outcome(
+        measured=f"perplexity {best:.2f} at {points[-1]['tolerance']:g} with {points[-1]['evals']:.1f} evaluations; "
+        f"{cheap['perplexity']:.2f} at {cheap['tolerance']:g}{absolute} with {cheap['evals']:.1f}; "
+        f"{points[0]['perplexity']:.2f} at {points[0]['tolerance']:g} with {points[0]['evals']:.1f}",
+        scale=_test_scale(run, points),
+        holds=cheap["perplexity"] <= SLIGHT * best
+        and cheap["evals"] < points[-1]["evals"]
+        and points[0]["perplexity"] >= MUCH * best,
+        numbers={"points": points, "figure": _quality_figure(points, "tolerance", "relative tolerance")},
+        remark="Evaluation only: the model is the same at every tolerance. Ours are relative to the size of f(z).",
+    )
+
+
+def figure_4_steps(workshop: Workshop, *, scale: Scale) -> Outcome:
+    run = workshop.trained(scale.transformer(workshop))
+    points = _sweep(workshop, run, scale, tolerances=(), step_limits=STEP_LIMITS)
+    best = points[-1]["perplexity"]
+    enough = next(p for p in points if p["perplexity"] <= SLIGHT * best)
+    return Outcome(
+        measured=f"perplexity {points[0]['perplexity']:.2f} at a limit of {points[0]['max_steps']}, "
+        f"{enough['perplexity']:.2f} at {enough['max_steps']} (the first within 1 %), {best:.2f} at "
+        f"{points[-1]['max_steps']}",
+        scale=_test_scale(run, points),
+        holds=enough["max_steps"] <= 30 and points[0]["perplexity"] >= MUCH * best,
+        numbers={"points": points, "figure": _quality_figure(points, "max_steps", "limit on evaluations")},
+        remark="Evaluation only: the model is the same at every limit, and has the tolerance 0.",
+    )
+
+
+def _sweep(workshop: Workshop, run: LoadedRun, scale: Scale, **what: Any) -> list[dict[str, Any]]:
+    def on_point(name: str, *_: int) -> None:
+        workshop.tell(f"{run.folder.path.name}: {name}")
+
+    return sweep(run.model, run.task(), "test", max_batches=scale.max_batches, on_point=on_point, **what)
+
+
+def _test_scale(run: LoadedRun, points: Sequence[dict[str, Any]]) -> str:
+    return f"{points[-1]['num_tokens']:,} test tokens; {describe(run)}"
+
+
+def _state_norm(run: LoadedRun) -> float | None:
+    """||z|| of a segment, which layer normalisation fixes."""
+    config = run.config
+    if not is_transformer(config) or getattr(config.model.cell, "pre_norm", True):
+        return None
+    return (config.data.eval_length * run.model.embedding.width) ** 0.5
+
+
+def _quality_figure(points: Sequence[dict[str, Any]], name: str, label: str) -> dict[str, Any]:
+    xs = [p[name] for p in points]
+    return figure(
+        x=label, y="perplexity", log_x=True, series=[curve("perplexity", [p["perplexity"] for p in points], xs)]
+    )
+
+
+CLAIMS: tuple[Claim, ...] = (
+    at_both_scales(
+        figure_3_left,
+        row="figure-3-left",
+        where="figure 3, left",
+        claim="solves take more and more steps as training goes on, and fewer backward than forward",
+        paper="a plot",
+    ),
+    *stacking.CLAIMS,
+    at_both_scales(
+        figure_4_tolerance,
+        row="figure-4-tolerance",
+        where="figure 4, left",
+        claim="a looser tolerance saves steps at a small loss of quality; a very loose one hurts",
+        paper="an absolute tolerance below 0.1 suffices",
+    ),
+    at_both_scales(
+        figure_4_steps,
+        row="figure-4-steps",
+        where="figure 4, right",
+        claim="a low limit on steps saves time at a small loss of quality; a very low one hurts",
+        paper="30 steps suffice (length 75)",
+    ),
+    *stability.CLAIMS,
+)

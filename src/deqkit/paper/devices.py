@@ -1,0 +1,293 @@
+"""Appendix E: weight norm, dropout, shallow warm-up, subsequences, and samples that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqkit.analysis.timing import compare_steps
+from deqkit.model import SequenceModel
+from deqkit.paper.behaviour import through_training
+from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.solves import account, curve, figure, sample_text
+from deqkit.paper.subjects import Scale, at_both_scales, changed, describe, is_transformer
+from deqkit.paper.workshop import Workshop
+from deqkit.solve import Solution, Tolerance
+from deqkit.train.config import DeviceConfig, TrainConfig
+from deqkit.train.load import LoadedRun
+
+# B samples, T positions
+
+SLIGHT = 1.01
+"""Up to this factor two perplexities are as good as each other."""
+SMALL_IMBALANCE = 1.5
+"""The slowest sample of a batch over the mean, up to which imbalance counts as "relatively small"."""
+WHOLE, LONG = 256, 4
+"""Positions of the sequences that are cut, and into how many pieces at most."""
+PIECES_TOL = Tolerance(rtol=1e-3, patience=200)
+SHORT_TRAININGS = "20 minutes for each training, two of them"
+
+
+def _trained(workshop: Workshop, config: TrainConfig, scale: Scale) -> tuple[LoadedRun, dict[str, Any]]:
+    """A training with its solver steps, seconds and quality."""
+    run = workshop.trained(config)
+    records = workshop.metrics(run)
+    tested = workshop.tested(run, max_batches=scale.max_batches)
+    return run, {
+        **through_training(records),
+        "seconds": sum(r["seconds"] for r in records),
+        "work": work(records, config.devices.warmup_depth),
+        "perplexity": tested["perplexity"],
+        "test evaluations": tested["evals"],
+    }
+
+
+def work(records: Sequence[dict[str, Any]], warmup_depth: int) -> float:
+    """Evaluations and products of a training's steps: what its time depends on, and no other process does.
+
+    A solve ends with one evaluation that has a graph, and with the product with the parameters.
+    """
+    return sum(2 * warmup_depth if r["shallow"] else r["evals"] + 1 + r["backward_evals"] + 1 for r in records)
+
+
+def _pair(
+    workshop: Workshop, scale: Scale, name: str, change: TrainConfig
+) -> tuple[tuple[LoadedRun, LoadedRun], dict[str, Any], dict[str, Any]]:
+    """The plain training and the same with one thing changed."""
+    plain_run, plain = _trained(workshop, scale.plain(workshop), scale)
+    other_run, other = _trained(workshop, replace(change, recipe=f"{change.recipe}-{name}"), scale)
+    return (plain_run, other_run), plain, other
+
+
+def _told(name: str, one: dict[str, Any]) -> str:
+    return (
+        f"{name}: {one['first quarter']['forward']:.1f} to {one['last quarter']['forward']:.1f} evaluations, "
+        f"{one['first quarter']['backward']:.1f} to {one['last quarter']['backward']:.1f} products, "
+        f"{one['seconds']:.0f} s, test perplexity {one['perplexity']:.1f}"
+    )
+
+
+def _curves(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    series = [curve(name, one["forward"], one["step"]) for name, one in parts.items()]
+    return figure(x="training step", y="evaluations a solve", series=series)
+
+
+def _growth(one: dict[str, Any], direction: str) -> float:
+    return one["last quarter"][direction] - one["first quarter"][direction]
+
+
+def weight_norm(workshop: Workshop, *, scale: Scale) -> Outcome:
+    config = scale.plain(workshop)
+    cell: Any = replace(config.model.cell, normalise="weight")
+    change = replace(config, model=replace(config.model, cell=cell))
+    runs, plain, normed = _pair(workshop, scale, "weight-norm", change)
+    slower = {
+        direction: _growth(normed, direction) < _growth(plain, direction) for direction in ("forward", "backward")
+    }
+    return Outcome(
+        measured=f"{_told('without', plain)}; {_told('with weight norm', normed)}",
+        scale=describe(*runs),
+        holds=all(slower.values()),
+        numbers={
+            "without": plain,
+            "with": normed,
+            "slows growth": slower,
+            "figure": _curves({"without weight norm": plain, "with weight norm": normed}),
+        },
+        remark="One seed each. Growth is the difference between the first and the last quarter of a training, cut off "
+        f"at its limit of {config.model.max_steps} evaluations.",
+    )
+
+
+def dropout(workshop: Workshop, *, scale: Scale) -> Outcome:
+    config = scale.plain(workshop)
+    cell: Any = config.model.cell
+    rates = {"hidden_dropout": 0.0, **({"dropout": 0.0} if is_transformer(config) else {})}
+    model = replace(config.model, cell=replace(cell, **rates), input_dropout=0.0, output_dropout=0.0)
+    runs, plain, without = _pair(workshop, scale, "no-dropout", replace(config, model=model))
+    noisy, clean = _with_and_without_masks(runs[0], scale)
+    return Outcome(
+        measured=f"one trained model on the same test segments: {noisy['evaluations']['mean']:.2f} evaluations with "
+        f"masks, {clean['evaluations']['mean']:.2f} without; {_told('trained with', plain)}; "
+        f"{_told('without', without)}",
+        scale=describe(*runs),
+        holds=noisy["evaluations"]["mean"] > clean["evaluations"]["mean"],
+        numbers={
+            "solved with masks": noisy,
+            "solved without": clean,
+            "trained with": plain,
+            "trained without": without,
+            "figure": _curves({"trained with dropout": plain, "without": without}),
+        },
+        remark=f"The comparison on one model decides; its dropout is {cell.hidden_dropout:g}.",
+    )
+
+
+def _with_and_without_masks(run: LoadedRun, scale: Scale) -> tuple[dict[str, Any], dict[str, Any]]:
+    tokens = sample_text(run.task(), length=run.config.data.eval_length, count=8 * scale.num_samples)
+    settings: dict[str, Any] = {"tol": PIECES_TOL, "max_steps": 200}
+    found = {}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        for training in (True, False):
+            run.model.train(training)
+            found[training] = account(run.model(tokens, **settings).solutions)
+    run.model.eval()
+    return found[True], found[False]
+
+
+def warm_up(workshop: Workshop, *, scale: Scale) -> Outcome:
+    config = scale.plain(workshop)
+    change = replace(config, devices=DeviceConfig(warmup_steps=config.steps // 2))
+    runs, scratch, warm = _pair(workshop, scale, "warm-up", change)
+    faster, as_good = warm["work"] < scratch["work"], warm["perplexity"] <= SLIGHT * scratch["perplexity"]
+    return Outcome(
+        measured=f"{scratch['work']:,.0f} evaluations and products from scratch, {warm['work']:,.0f} with 2 layers in "
+        f"the first half; {_told('from scratch', scratch)}; {_told('with 2 layers first', warm)}",
+        scale=describe(*runs),
+        holds=faster and as_good,
+        numbers={"scratch": scratch, "warm-up": warm, "faster": faster, "as good": as_good},
+        remark="The same number of steps and one learning-rate schedule; holds if the warm-up saves evaluations and "
+        "products and its perplexity is at most 1 % worse. Seconds are of trainings at different times.",
+    )
+
+
+def subsequences(workshop: Workshop, *, scale: Scale) -> Outcome:
+    config = scale.plain(workshop)
+    change = replace(config, model=replace(config.model, subsequences=2))
+    runs, whole, halves = _pair(workshop, scale, "2-subsequences", change)
+    pieces = {count: _in_pieces(runs[0], count, scale) for count in _powers_of_two(LONG)}
+    one, many = pieces[1], pieces[LONG]
+    easier = many["evaluations"]["mean"] < one["evaluations"]["mean"]
+    same = abs(many["loss"] - one["loss"]) < 0.01
+    return Outcome(
+        measured=f"one trained model on sequences of {WHOLE}: "
+        + ", ".join(
+            f"{count} piece{'s' if count > 1 else ''} {found['evaluations']['mean']:.1f} evaluations (at most "
+            f"{found['evaluations']['max']}), loss {found['loss']:.3f}"
+            for count, found in pieces.items()
+        )
+        + f"; {_told('trained whole', whole)}; {_told('in halves', halves)}",
+        scale=f"{scale.num_samples} test sequences of {WHOLE} to a residual of {PIECES_TOL.rtol:g}; {describe(*runs)}",
+        holds=easier and same,
+        numbers={
+            "pieces": {str(count): found for count, found in pieces.items()},
+            "trained whole": whole,
+            "trained in halves": halves,
+            "easier": easier,
+            "same loss": same,
+        },
+        remark="An evaluation of a piece costs a share of one of the whole. The paper speaks of lengths above 1000.",
+    )
+
+
+def _powers_of_two(largest: int) -> Iterator[int]:
+    count = 1
+    while count <= largest:
+        yield count
+        count *= 2
+
+
+@torch.no_grad()
+def _in_pieces(run: LoadedRun, count: int, scale: Scale) -> dict[str, Any]:
+    tokens = sample_text(run.task(), length=WHOLE + 1, count=scale.num_samples)
+    output = changed(run, subsequences=count)(tokens[:, :-1], tokens[:, 1:], tol=PIECES_TOL, max_steps=200)
+    assert output.loss is not None
+    return {**account(output.solutions), "loss": float(output.loss)}
+
+
+def imbalance(workshop: Workshop, *, scale: Scale) -> Outcome:
+    """Evaluations of the samples of a batch, and what it saves to let go of those that are done."""
+    run = workshop.trained(scale.transformer(workshop))
+    natural = sample_text(run.task(), length=run.config.data.eval_length, count=16)
+    # A repeated word is about as easy as text can be, so half the batch is done long before the other.
+    easy = natural[:8, :1].expand(-1, natural.shape[1])
+    batches = {
+        "one sequence 16 times": natural[:1].expand(16, -1),
+        "16 test sequences": natural,
+        "8 of them, 8 of one repeated word": torch.cat([easy, natural[8:]]),
+    }
+    numbers: dict[str, Any] = {}
+    for name, tokens in batches.items():
+        workshop.tell(f"imbalance: {name}")
+        numbers[name] = _compaction(run, tokens, scale.rounds)
+    one = numbers["16 test sequences"]["evaluations"]
+    ratio = one["max"] / one["mean"]
+    return Outcome(
+        measured="; ".join(
+            f"{name}: {n['evaluations']['min']} / {n['evaluations']['mean']:.1f} / {n['evaluations']['max']} "
+            f"evaluations, with compaction {n['time']['ratio']:.2f} of the time ({n['time']['low']:.2f} to "
+            f"{n['time']['high']:.2f})"
+            for name, n in numbers.items()
+        ),
+        scale=f"min / mean / max of 16 samples, residual {PIECES_TOL.rtol:g}; {scale.rounds} interleaved rounds, "
+        f"processor time; {describe(run)}",
+        holds=ratio <= SMALL_IMBALANCE,
+        numbers={**numbers, "slowest over mean": ratio, "bar": SMALL_IMBALANCE},
+        remark="The claim is about imbalance in natural batches; what compaction saves beyond it is ours.",
+    )
+
+
+@torch.no_grad()
+def _compaction(run: LoadedRun, tokens: Tensor, rounds: int) -> dict[str, Any]:
+    models = {"compact": changed(run), "whole batch": changed(run)}
+    models["whole batch"].core.compact = False
+
+    def solve(model: SequenceModel) -> Solution:
+        (solution,) = model(tokens, tol=PIECES_TOL, max_steps=200).solutions
+        return solution
+
+    compared = compare_steps({name: lambda m=model: solve(m) for name, model in models.items()}, rounds=rounds)
+    evals = solve(models["compact"]).num_evals
+    return {
+        "evaluations": {"min": int(evals.min()), "mean": float(evals.double().mean()), "max": int(evals.max())},
+        "seconds": compared["seconds"],
+        "time": compared["ratios"]["whole batch"],
+    }
+
+
+CLAIMS: tuple[Claim, ...] = (
+    at_both_scales(
+        weight_norm,
+        row="weight-norm",
+        where="appendix E",
+        claim="weight normalisation slows the growth of solver steps, forward and backward",
+        paper="typically",
+        full_time=SHORT_TRAININGS,
+    ),
+    at_both_scales(
+        dropout,
+        row="dropout",
+        where="appendix E",
+        claim="dropout makes solves take longer",
+        paper="observed",
+        full_time=SHORT_TRAININGS,
+    ),
+    at_both_scales(
+        warm_up,
+        row="warm-up",
+        where="appendix E",
+        claim="beginning with a shallow stack of the same cell makes training faster",
+        paper="observed",
+        full_time=SHORT_TRAININGS,
+    ),
+    at_both_scales(
+        subsequences,
+        row="subsequences",
+        where="appendix E",
+        claim="the pieces of a long sequence are easier to solve than the whole",
+        paper="likely easier",
+        full_time=SHORT_TRAININGS,
+    ),
+    at_both_scales(
+        imbalance,
+        row="imbalance",
+        where="appendix E",
+        claim="samples of a batch differ little in how many steps they need",
+        paper="relatively small",
+    ),
+)

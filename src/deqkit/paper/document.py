@@ -1,0 +1,182 @@
+"""docs/paper.md: every row as the claim, the paper's figure, the command, what was measured, the scale, the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deqkit.paper.claim import Claim
+from deqkit.paper.figures import draw, panels_of
+from deqkit.paper.rows import CLAIMS, PARTS
+from deqkit.paper.run import Result, read_best, read_quick, verdict
+
+FIGURES = "figures"
+INTRODUCTION = """\
+# The paper, claim by claim
+
+Every table, figure, theorem and remark of "Deep Equilibrium Models" (Bai, Kolter, Koltun, NeurIPS 2019) is a row here:
+the claim in our words, the paper's figure, the command that checks it, what that measured, at which scale, and whether
+the claim holds there. A result that does not hold is shown as such. What needs GPUs or text that is not here says so,
+and names the command that would measure it.
+
+```
+deqkit paper                       # the quick version of every row
+deqkit paper copy-memory           # of one
+deqkit paper --full copy-memory    # at full length
+deqkit paper --document            # write this page from results/
+```
+
+All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
+that is what is shown. Quick versions use what deqkit carries with it: small models, short trainings, the embedded
+corpus. They show that a check works, and little about the size of an effect.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """The page, and the figures that it shows by the names of their files."""
+
+    text: str
+    panels: Mapping[str, Sequence[dict[str, Any]]]
+
+
+def compose(results: Path) -> Document:
+    """The page from a folder of results."""
+    best, quick = read_best(results), read_quick(results)
+    lines = [INTRODUCTION, *_summary(best)]
+    panels: dict[str, Sequence[dict[str, Any]]] = {}
+    for part in PARTS:
+        lines += [f"## {part.title}", ""]
+        for claim in part.claims:
+            result = best.get(claim.row)
+            lines += _entry(claim, result, quick.get(claim.row))
+            if result is not None and (found := panels_of(result["numbers"])):
+                panels[f"{claim.row}.svg"] = found
+    return Document(text="\n".join(lines).rstrip() + "\n", panels=panels)
+
+
+def write(results: Path, docs: Path) -> list[Path]:
+    """Write docs/paper.md and its figures; figures of rows that have none any more are removed."""
+    document = compose(results)
+    folder = docs / FIGURES
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {f"{claim.row}.svg" for claim in CLAIMS}
+    for path in folder.glob("*.svg"):
+        if path.name in rows and path.name not in document.panels:
+            path.unlink()
+    written = [docs / "paper.md"]
+    written[0].write_text(document.text, encoding="utf-8")
+    for name, panels in document.panels.items():
+        (folder / name).write_bytes(draw(panels))
+        written.append(folder / name)
+    return written
+
+
+def _summary(best: Mapping[str, Result]) -> Iterator[str]:
+    verdicts = [verdict(best[claim.row]["holds"] if claim.row in best else None) for claim in CLAIMS]
+    counts = {text: verdicts.count(text) for text in ("holds", "does not hold", "not measured")}
+    yield "## All rows"
+    yield ""
+    yield (
+        f"{len(CLAIMS)} rows: {counts['holds']} hold, {counts['does not hold']} do not, {counts['not measured']} are "
+        "not measured here."
+    )
+    yield ""
+    for part in PARTS:
+        yield f"**{part.title}**"
+        yield ""
+        yield "| row | claim | paper | here | verdict |"
+        yield "|---|---|---|---|---|"
+        for claim in part.claims:
+            result = best.get(claim.row)
+            here = "-" if result is None else result["measured"]
+            length = "" if result is None or result["holds"] is None else f" ({_length(result)})"
+            told = verdict(None if result is None else result["holds"])
+            cells = (f"[{claim.row}](#{claim.row})", claim.claim, claim.paper, here, f"**{told}**{length}")
+            yield f"| {' | '.join(map(_cell, cells))} |"
+        yield ""
+
+
+def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterator[str]:
+    yield f"### {claim.row}"
+    yield ""
+    yield f"{_sentence(claim.claim)} *({claim.where})*"
+    yield ""
+    yield f"- Paper: {claim.paper}"
+    if result is None:
+        yield f"- Here: **not measured** so far{_why_not(claim)}"
+    else:
+        yield f"- Here: {result['measured']}"
+        yield f"- Verdict: **{verdict(result['holds'])}**, {_length(result)}"
+        yield f"- Scale: {result['scale'] or '-'}"
+    yield f"- Command: {_commands(claim)}"
+    if claim.elsewhere:
+        yield f"- Elsewhere: `{claim.elsewhere}`"
+    if result is not None:
+        yield f"- Measured: {_provenance(result)}"
+        if result["full"] and quick is not None:
+            yield f"- Quick check: {verdict(quick['holds'])}: {quick['measured']}"
+    yield ""
+    if result is not None:
+        yield from _details(claim, result)
+
+
+def _why_not(claim: Claim) -> str:
+    return " (only at full length)" if claim.quick is None and claim.full is not None else ""
+
+
+def _details(claim: Claim, result: Result) -> Iterator[str]:
+    if result["remark"]:
+        yield _sentence(result["remark"])
+        yield ""
+    if "table" in result["numbers"]:
+        yield from _table(result["numbers"]["table"])
+        yield ""
+    if panels_of(result["numbers"]):
+        yield f"![{claim.row}]({FIGURES}/{claim.row}.svg)"
+        yield ""
+
+
+def _table(table: Mapping[str, Any]) -> Iterator[str]:
+    yield f"| {' | '.join(map(_cell, table['columns']))} |"
+    yield f"|{'---|' * len(table['columns'])}"
+    for row in table["rows"]:
+        yield f"| {' | '.join(map(_cell, row))} |"
+
+
+def _commands(claim: Claim) -> str:
+    commands = []
+    if claim.quick is not None:
+        commands.append(f"`deqkit paper {claim.row}`")
+    if claim.full is not None:
+        commands.append(f"`deqkit paper --full {claim.row}`" + (f" ({claim.full_time})" if claim.full_time else ""))
+    return ", ".join(commands) or "-"
+
+
+def _length(result: Result) -> str:
+    return "at full length" if result["full"] else "quick check"
+
+
+def _provenance(result: Result) -> str:
+    machine = result["machine"]
+    commit = "no commit" if result["commit"] is None else f"commit {result['commit'][:10]}{_changes(result['commit'])}"
+    minutes = f"{result['seconds']:.0f} s" if result["seconds"] < 120 else f"{result['seconds'] / 60:.0f} minutes"
+    return (
+        f"{result['date'][:10]} in {minutes}, {commit}, {machine['cores']} cores of {machine['cpu']}, "
+        f"torch {machine['torch']}"
+    )
+
+
+def _changes(commit: str) -> str:
+    return " with changes" if commit.endswith("+changes") else ""
+
+
+def _cell(text: Any) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def _sentence(text: str) -> str:
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else f"{text}."

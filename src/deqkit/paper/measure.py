@@ -1,0 +1,187 @@
+"""Everything that a comparison reports about one trained model, and about several of them side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deqkit.analysis.training_memory import training_memory
+from deqkit.model import num_parameters
+from deqkit.paper.workshop import Workshop
+from deqkit.report.chart import typical
+from deqkit.report.measure import step_shape
+from deqkit.train.config import TrainConfig
+from deqkit.train.evaluate import measure_leak
+from deqkit.train.load import LoadedRun
+from deqkit.train.tasks import TextTask
+
+MIB = 2**20
+COLUMNS = (
+    "model",
+    "parameters",
+    "seeds",
+    "test perplexity",
+    "validation",
+    "epochs",
+    "minutes",
+    "training, µs a token",
+    "inference, µs a token",
+    "evaluations / products",
+    "training memory, MiB",
+    "leak",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A model of a comparison."""
+
+    label: str
+    config: Callable[[Workshop], TrainConfig]
+    seeds: tuple[int, ...] = (0,)
+    paper: float | None = None
+    """The paper's figure for what it corresponds to."""
+
+
+def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
+    """One model, trained unless it is there: size, quality, time, memory, solver steps and causality."""
+    run = workshop.trained(config)
+    key = ("measure", run.folder.path.name)
+    if key not in workshop.kept:
+        workshop.kept[key] = _measure(workshop, run)
+    return workshop.kept[key]
+
+
+def _measure(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
+    config, task = run.config, run.task()
+    test = workshop.tested(run)
+    batch, length = step_shape(config)
+    count = num_parameters(run.model)
+    memory = training_memory(config.model, batch=batch, length=length)
+    return {
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "parameters": count.total,
+        "parameters_outside_embedding": count.rest,
+        "headline": task.headline,
+        "test": test,
+        "valid": _validation(workshop, run),
+        "best_step": run.step,
+        **_training(workshop, run),
+        "inference_us_per_token": 1e6 * test["seconds"] / test["num_tokens"],
+        "training_memory_mib": memory.peak / MIB,
+        "leak": measure_leak(run.model, task, "test"),
+    }
+
+
+def _validation(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
+    """What training found at the step whose weights were kept."""
+    return next(record for record in workshop.metrics(run, "valid") if record["step"] == run.step)
+
+
+def _training(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
+    """Length, time and solver steps of a training, from what it wrote."""
+    records, config, task = workshop.metrics(run), run.config, run.task()
+    batch, length = step_shape(config)
+    batch *= config.optimiser.accumulate
+    num_tokens, seconds = len(records) * batch * length, sum(record["seconds"] for record in records)
+    solved = [record for record in records if "evals" in record]
+    late = solved or [record for record in records if not record["shallow"]]
+    return {
+        "steps": len(records),
+        "epochs": num_tokens / len(task.corpus.split("train")) if isinstance(task, TextTask) else None,
+        "minutes": seconds / 60,
+        "validation_minutes": sum(record["seconds"] for record in workshop.metrics(run, "valid")) / 60,
+        "training_us_per_token": 1e6 * seconds / num_tokens,
+        "late_tokens_per_second": statistics.median(record["tokens_per_second"] for record in late),
+        "evaluations": typical([record["evals"] for record in solved]) if solved else None,
+        "products": typical([record["backward_evals"] for record in solved]) if solved else None,
+        "process_memory_mib": records[-1]["memory_mib"],
+    }
+
+
+def compare(workshop: Workshop, contenders: Sequence[Contender]) -> list[dict[str, Any]]:
+    """Measure every contender with its seeds."""
+    found = []
+    for contender in contenders:
+        config = contender.config(workshop)
+        runs = [measure(workshop, with_seed) for with_seed in workshop.seeds_of(config, contender.seeds)]
+        if not runs:
+            raise ValueError(f"no run of {config.recipe}: --seeds leaves out all of {contender.seeds}")
+        found.append({"label": contender.label, "paper": contender.paper, "runs": runs, **_over_seeds(runs)})
+    return found
+
+
+def _over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    tests = [run["test"][run["headline"]] for run in runs]
+    return {
+        "seeds": [run["seed"] for run in runs],
+        "test": statistics.fmean(tests),
+        "lowest": min(tests),
+        "highest": max(tests),
+    }
+
+
+def spread(found: dict[str, Any], form: str = ".1f") -> str:
+    """The mean over seeds, with the lowest and the highest."""
+    if len(found["seeds"]) == 1:
+        return f"{found['test']:{form}}"
+    return f"{found['test']:{form}} ({found['lowest']:{form}} to {found['highest']:{form}})"
+
+
+def table(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The comparison as a table of text."""
+    return {"columns": list(COLUMNS), "rows": [_row(one) for one in found]}
+
+
+def _row(one: dict[str, Any]) -> list[str]:
+    runs = one["runs"]
+
+    def mean(name: str, form: str = ".0f") -> str:
+        values = [run[name] for run in runs if run[name] is not None]
+        return f"{statistics.fmean(values):{form}}" if values else "-"
+
+    solves = "-" if runs[0]["evaluations"] is None else f"{mean('evaluations', '.1f')} / {mean('products', '.1f')}"
+    validation = statistics.fmean(run["valid"][run["headline"]] for run in runs)
+    return [
+        one["label"],
+        f"{runs[0]['parameters']:,}",
+        ", ".join(map(str, one["seeds"])),
+        spread(one),
+        f"{validation:.1f}",
+        mean("epochs", ".1f"),
+        mean("minutes"),
+        mean("training_us_per_token"),
+        mean("inference_us_per_token"),
+        solves,
+        mean("training_memory_mib"),
+        f"{max(run['leak'] for run in runs):.1g}",
+    ]
+
+
+def bars(found: Sequence[dict[str, Any]], *, y: str, **options: Any) -> dict[str, Any]:
+    """The comparison as a bar figure, seeds as points."""
+    return {
+        "kind": "bars",
+        "y": y,
+        **options,
+        "bars": [
+            {
+                "label": one["label"],
+                "value": one["test"],
+                "points": [run["test"][run["headline"]] for run in one["runs"]],
+            }
+            for one in found
+        ],
+    }
+
+
+def describe_runs(found: Sequence[dict[str, Any]]) -> str:
+    """Steps, sizes and seeds, for the scale of an outcome."""
+    return "; ".join(
+        f"{one['label']}: {one['runs'][0]['parameters']:,} parameters, {one['runs'][0]['steps']:,} steps, "
+        f"{len(one['seeds'])} seed{'s' * (len(one['seeds']) > 1)}"
+        for one in found
+    )

@@ -1,0 +1,50 @@
+"""All rows, in the order of the document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deqkit._plain import unknown
+from deqkit.paper import behaviour, copy_memory, devices, elsewhere, language, memory, runtime, tasks, theorems
+from deqkit.paper.claim import Claim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Claims that belong together."""
+
+    title: str
+    claims: tuple[Claim, ...]
+
+
+def _of_table(table: str) -> tuple[Claim, ...]:
+    return tuple(claim for claim in elsewhere.CLAIMS if claim.row.startswith(f"table-{table}"))
+
+
+PARTS: tuple[Part, ...] = (
+    Part(title="Theorems and properties (sections 3 and 4)", claims=theorems.CLAIMS),
+    Part(title="Copy memory (table 1)", claims=copy_memory.CLAIMS),
+    Part(title="Language modelling (tables 2 and 3)", claims=language.CLAIMS),
+    Part(title="Training memory (tables 2 and 3)", claims=memory.CLAIMS),
+    Part(title="How equilibria behave (section 5.2, appendix D)", claims=behaviour.CLAIMS),
+    Part(title="Time (table 4)", claims=runtime.CLAIMS),
+    Part(title="Remarks and training devices (appendix E)", claims=devices.CLAIMS),
+    Part(title="Tasks (appendix F)", claims=tasks.CLAIMS),
+    Part(title="Full size: Penn Treebank (table 2)", claims=_of_table("2")),
+    Part(title="Full size: WikiText-103 (table 3)", claims=_of_table("3")),
+)
+CLAIMS: tuple[Claim, ...] = tuple(claim for part in PARTS for claim in part.claims)
+
+
+def find(names: Iterable[str]) -> list[Claim]:
+    """Rows by name.
+
+    Raises:
+        ValueError: there is no such row; names the one that was probably meant.
+    """
+    by_name = {claim.row: claim for claim in CLAIMS}
+    for name in names:
+        if name not in by_name:
+            raise ValueError(unknown("row", name, by_name))
+    return [by_name[name] for name in names]

@@ -1,0 +1,79 @@
+"""A check of a claim as a result: what was found, when, where and how long it took."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from deqkit.analysis.results import results_header, write_results
+from deqkit.paper.claim import Claim, unmeasured
+from deqkit.paper.workshop import Workshop
+
+QUICK_FILE = "paper_quick.json"
+FULL_FOLDER = "paper"
+Result = dict[str, Any]
+
+
+def check(claim: Claim, workshop: Workshop, *, full: bool) -> Result:
+    """Run one check. What it lacks (data, a file) is its outcome; any other error is a bug and passes through.
+
+    Raises:
+        ValueError: there is no such check of this claim.
+    """
+    work = claim.full if full else claim.quick
+    if work is None:
+        raise ValueError(_no_check(claim, full=full))
+    began = time.perf_counter()
+    try:
+        outcome = work(workshop)
+    except (ValueError, OSError) as error:
+        outcome = unmeasured(" ".join(str(error).split()))
+    return {
+        **results_header(benchmark=f"paper {claim.row}", seed=0, config={"full": full}),
+        "row": claim.row,
+        "full": full,
+        "seconds": time.perf_counter() - began,
+        **outcome.plain(),
+    }
+
+
+def _no_check(claim: Claim, *, full: bool) -> str:
+    if full and claim.quick is not None:
+        return f"{claim.row} has no longer version: run `deqkit paper {claim.row}`"
+    if claim.full is not None:
+        return f"{claim.row} has no quick version: run `deqkit paper --full {claim.row}` ({claim.full_time})"
+    return f"{claim.row} cannot be checked here: {claim.elsewhere}"
+
+
+def save_full(folder: Path, result: Result) -> Path:
+    """One file a row: full lengths are run one by one."""
+    return write_results(folder / FULL_FOLDER / f"{result['row']}.json", result)
+
+
+def save_quick(folder: Path, results: dict[str, Result]) -> Path:
+    """All quick rows in one file; rows that were not run now stay as they are, with their own date and commit."""
+    rows = {**read_quick(folder), **results}
+    return write_results(folder / QUICK_FILE, {"benchmark": "paper", "rows": rows})
+
+
+def read_quick(folder: Path) -> dict[str, Result]:
+    path = folder / QUICK_FILE
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
+
+
+def read_full(folder: Path) -> dict[str, Result]:
+    files = sorted((folder / FULL_FOLDER).glob("*.json"))
+    results = (json.loads(path.read_text(encoding="utf-8")) for path in files)
+    return {result["row"]: result for result in results}
+
+
+def read_best(folder: Path) -> dict[str, Result]:
+    """Of every row the full version where it was measured, else the quick one."""
+    full = {row: result for row, result in read_full(folder).items() if result["measured"] != "not measured"}
+    return {**read_quick(folder), **full}
+
+
+def verdict(holds: bool | None) -> str:
+    return {True: "holds", False: "does not hold", None: "not measured"}[holds]

@@ -1,0 +1,283 @@
+"""What the paper says about initialisation, convergence, its tolerance and the growth of the Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deqkit.adjoint import Implicit
+from deqkit.analysis import spectral_radius
+from deqkit.model import SequenceModel
+from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.solves import (
+    Equation,
+    account,
+    curve,
+    equation_of,
+    figure,
+    finite,
+    operator_norm,
+    sample_text,
+    solutions_on_test,
+)
+from deqkit.paper.subjects import Scale, at_both_scales, describe, untrained
+from deqkit.paper.workshop import Workshop
+from deqkit.solve import AbstractSolver, Anderson, Broyden, NewtonKrylov, Solution, Tolerance, fixed_point
+from deqkit.train.checkpoint import list_checkpoints
+from deqkit.train.config import TrainConfig
+from deqkit.train.load import LoadedRun, load_run
+from deqkit.train.tasks import AbstractTask, make_task, resolve
+
+LENGTH = 64
+SOLVED = Tolerance(rtol=1e-3, patience=200)
+MAX_STEPS = 60
+NUM_SEEDS = 2
+ALWAYS, ALMOST_ALWAYS = 0.99, 0.95
+"""Shares of solves that must converge, at a model's own tolerance and at a tight one."""
+PAPER_FORWARD = Tolerance(rtol=0.0, atol=1e-5, per_token=True, patience=100)
+PAPER_BACKWARD = 1e-8  # times sqrt(T)
+TIGHT_STEPS = 200
+
+Scheme = tuple[float | None, Callable[[Tensor], Any] | None]
+SCHEMES: dict[str, Scheme] = {
+    "ours (fan-in, small on the state)": (None, None),
+    "N(0, 0.05), the paper's": (0.05, None),
+    "N(0, 0.01), the released code's": (0.01, None),
+    "N(0, 0.1)": (0.1, None),
+    "fan-in normal": (None, lambda weight: nn.init.normal_(weight, std=weight.shape[1] ** -0.5)),
+    "Xavier uniform": (None, nn.init.xavier_uniform_),
+    "Kaiming uniform": (None, lambda weight: nn.init.kaiming_uniform_(weight, a=5**0.5)),
+    "orthogonal": (None, nn.init.orthogonal_),
+}
+
+
+def with_scheme(config: TrainConfig, scheme: Scheme, seed: int) -> SequenceModel:
+    """An untrained model whose cell starts in a certain way."""
+    std, reset = scheme
+    cell: Any = replace(config.model.cell, init_std=std, normalise="none")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = SequenceModel(replace(config.model, cell=cell)).eval()
+        if reset is not None:
+            for module in model.core.cell.modules():
+                if isinstance(module, nn.Linear):
+                    reset(module.weight)
+    return model
+
+
+def _untrained_solves(config: TrainConfig, task: AbstractTask, scheme: Scheme, scale: Scale) -> dict[str, Any]:
+    tokens = sample_text(task, length=LENGTH, count=scale.num_samples)
+    equations = [equation_of(with_scheme(config, scheme, seed), tokens) for seed in range(NUM_SEEDS)]
+    found = {"Broyden": [_solve(equation, Broyden(memory=10), MAX_STEPS) for equation in equations]}
+    if account(found["Broyden"])["converged"] < ALWAYS:
+        found["Anderson"] = [_solve(equation, Anderson(), MAX_STEPS) for equation in equations]
+        found["Newton-Krylov"] = [_solve(equation, NewtonKrylov(), 3 * MAX_STEPS) for equation in equations]
+    norms = [operator_norm(e, s.z, steps=10).mean() for e, s in zip(equations, found["Broyden"], strict=True)]
+    return {
+        "operator norm": finite(float(torch.stack(norms).mean())),
+        **{name: account(solutions) for name, solutions in found.items()},
+    }
+
+
+def _solve(equation: Equation, solver: AbstractSolver, max_steps: int) -> Solution:
+    settings: dict[str, Any] = {"solver": solver, "tol": SOLVED, "max_steps": max_steps, "throw": False}
+    return fixed_point(equation.f, equation.start, equation.args, **settings)
+
+
+def initialisation(workshop: Workshop, *, scale: Scale) -> Outcome:
+    numbers: dict[str, Any] = {}
+    for kind, make in (("transformer", scale.transformer), ("trellis", scale.trellis)):
+        config = resolve(make(workshop))
+        task = make_task(config)
+        numbers[kind] = {}
+        for name, scheme in SCHEMES.items():
+            workshop.tell(f"initialisation: {kind}, {name}")
+            numbers[kind][name] = _untrained_solves(config, task, scheme, scale)
+    failing = {
+        kind: [name for name, one in of.items() if one["Broyden"]["converged"] < ALWAYS] for kind, of in numbers.items()
+    }
+    good = {
+        kind: [one["Broyden"]["evaluations"]["mean"] for name, one in of.items() if name not in failing[kind]]
+        for kind, of in numbers.items()
+    }
+    return Outcome(
+        measured="; ".join(
+            f"{kind}: {len(SCHEMES) - len(failing[kind])} of {len(SCHEMES)} schemes solved by Broyden to "
+            f"{SOLVED.rtol:g} within {MAX_STEPS} evaluations"
+            + (f" (mean {min(good[kind]):.0f} to {max(good[kind]):.0f})" if good[kind] else "")
+            + (f", not: {'; '.join(failing[kind])}" if failing[kind] else "")
+            for kind in numbers
+        ),
+        scale=f"untrained cells of {scale.transformer(workshop).recipe} and {scale.trellis(workshop).recipe}, "
+        f"{NUM_SEEDS} seeds, {scale.num_samples} test sequences of {LENGTH}",
+        holds=not any(failing.values()),
+        numbers={**numbers, "not solved": failing},
+        remark=f"Where Broyden failed, Anderson{_rescued(numbers, 'Anderson')} and Newton-Krylov with three times the "
+        f"evaluations{_rescued(numbers, 'Newton-Krylov')} were tried. Attention adds to the state "
+        "before LN, so weights near zero make f nearly the identity and I - J nearly singular; large ones make J "
+        "large. Our recipes scale down the weights that act on the state.",
+    )
+
+
+def _rescued(numbers: dict[str, Any], solver: str) -> str:
+    """How often another solver helped."""
+    tried = [one[solver]["converged"] >= ALWAYS for of in numbers.values() for one in of.values() if solver in one]
+    return f" (solved {sum(tried)} of {len(tried)})" if tried else ""
+
+
+def convergence_always(workshop: Workshop, *, scale: Scale) -> Outcome:
+    numbers: dict[str, Any] = {}
+    runs = {
+        "transformer": workshop.trained(scale.transformer(workshop)),
+        "trellis": workshop.trained(scale.trellis(workshop)),
+    }
+    for name, run in runs.items():
+        workshop.tell(f"convergence: {name}")
+        model = run.config.model
+        own = account(solutions_on_test(run, max_batches=scale.max_batches))
+        settings = {"tol": SOLVED, "max_steps": TIGHT_STEPS}
+        tight = account(solutions_on_test(run, max_batches=scale.max_batches, **settings))
+        numbers[name] = {f"{model.eval_tol.rtol:g}": own, f"{SOLVED.rtol:g}": tight}
+    shares = [(list(of.values())[0]["converged"], list(of.values())[1]["converged"]) for of in numbers.values()]
+    return Outcome(
+        measured="; ".join(
+            f"{name}: "
+            + ", ".join(
+                f"{one['converged']:.2%} of {one['solves']:,} at {tol} ({one['evaluations']['mean']:.1f} evaluations, "
+                f"at most {one['evaluations']['max']})"
+                for tol, one in of.items()
+            )
+            for name, of in numbers.items()
+        ),
+        scale=f"test split; {describe(*runs.values())}",
+        holds=all(own >= ALWAYS and tight >= ALMOST_ALWAYS for own, tight in shares),
+        numbers=numbers,
+        remark="Limits: the models' own in evaluation ("
+        + ", ".join(f"{name} {run.config.model.eval_max_steps}" for name, run in runs.items())
+        + f"), and {TIGHT_STEPS} evaluations for the tight tolerance. What a TrellisNet knows of a position travels to "
+        "the next with an evaluation, so that a segment needs about as many as it has positions.",
+    )
+
+
+def paper_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
+    run = workshop.trained(scale.transformer(workshop))
+    solvers = {
+        "the model's own": run.config.model.solver,
+        "Broyden(memory=30)": Broyden(memory=30),
+        "Anderson(memory=10)": Anderson(memory=10),
+    }
+    batches = 1 if scale.max_batches is not None else 20
+    forward = {}
+    for name, solver in solvers.items():
+        workshop.tell(f"the paper's tolerance: {name}")
+        settings: dict[str, Any] = {"tol": PAPER_FORWARD, "max_steps": TIGHT_STEPS, "solver": solver}
+        forward[name] = account(solutions_on_test(run, max_batches=batches, **settings))
+    backward = _paper_backward(run)
+    best = max(forward, key=lambda name: (forward[name]["converged"], -forward[name]["evaluations"]["mean"]))
+    return Outcome(
+        measured="forward "
+        + ", ".join(
+            f"{name} {one['evaluations']['mean']:.0f} evaluations ({one['converged']:.0%} reach it)"
+            for name, one in forward.items()
+        )
+        + f"; backward (sqrt(T) 1e-8, mean loss) {backward['evaluations']['mean']:.0f} products "
+        f"({backward['converged']:.0%})",
+        scale=f"{forward[best]['solves']} test segments of {run.config.data.eval_length}; {describe(run)}",
+        holds=forward[best]["converged"] >= ALWAYS and backward["converged"] >= ALWAYS,
+        numbers={"forward": forward, "backward": backward, "limit": TIGHT_STEPS},
+        remark=f"Holds if one of the solvers gets {ALWAYS:.0%} of the solves there within {TIGHT_STEPS} evaluations. "
+        f"Relative to ||z|| it is about {1e-5 / run.model.embedding.width**0.5:.0e}, a few roundings of float32; our "
+        f"recipes train at {run.config.model.tol.rtol:g}.",
+    )
+
+
+def _paper_backward(run: LoadedRun) -> dict[str, Any]:
+    batch = next(iter(run.task().evaluation("test")))
+    atol = PAPER_BACKWARD * batch.tokens_BT.shape[1] ** 0.5
+    adjoint = Implicit(solver=Anderson(), tol=Tolerance(rtol=0.0, atol=atol, patience=100), max_steps=TIGHT_STEPS)
+    output = run.model(batch.tokens_BT, batch.targets_BT, tol=SOLVED, max_steps=TIGHT_STEPS, adjoint=adjoint)
+    assert output.loss is not None
+    output.loss.backward()
+    run.model.zero_grad(set_to_none=True)
+    return account([s.backward for s in output.solutions if s.backward is not None])
+
+
+def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
+    runs = {
+        "penalised": workshop.trained(scale.transformer(workshop)),
+        "plain": workshop.trained(scale.plain(workshop)),
+    }
+    numbers: dict[str, Any] = {}
+    for name, run in runs.items():
+        workshop.tell(f"Jacobian: {name}")
+        models = {0: untrained(run)}
+        models |= {step: load_run(run.folder.path, step).model for step, _ in list_checkpoints(run.folder.checkpoints)}
+        numbers[name] = {step: _jacobian(model, run.task(), scale) for step, model in models.items()}
+    begin, end = (numbers["plain"][step] for step in (0, max(numbers["plain"])))
+    kept = numbers["penalised"][max(numbers["penalised"])]
+    grows = all(end[what] > begin[what] for what in ("operator norm", "spectral radius"))
+    series = [
+        curve(f"{what}, {name}", [one[what] for one in of.values()], list(of))
+        for name, of in numbers.items()
+        for what in ("operator norm", "spectral radius")
+    ]
+    return Outcome(
+        measured=f"trained as in the paper: ||J|| {begin['operator norm']:.2f} to {end['operator norm']:.2f}, largest "
+        f"|eigenvalue| {begin['spectral radius']:.2f} to {end['spectral radius']:.2f}; with our penalty they end at "
+        f"{kept['operator norm']:.2f} and {kept['spectral radius']:.2f}",
+        scale=f"means over {scale.num_samples} test sequences of {LENGTH}; {describe(*runs.values())}",
+        holds=grows,
+        numbers={
+            **{name: {str(step): one for step, one in of.items()} for name, of in numbers.items()},
+            "figure": figure(x="training step", y="of the Jacobian at the equilibrium", series=series),
+        },
+        remark="Between start and end only the checkpoints that the runs kept are seen.",
+    )
+
+
+def _jacobian(model: SequenceModel, task: AbstractTask, scale: Scale) -> dict[str, Any]:
+    equation = equation_of(model, sample_text(task, length=LENGTH, count=scale.num_samples))
+    solution = _solve(equation, Broyden(memory=10), TIGHT_STEPS)
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "operator norm": float(operator_norm(equation, solution.z).mean()),
+        "spectral radius": float(spectral_radius(equation.f, solution.z, equation.args, generator=generator).mean()),
+        "residual": float(solution.residual.max()),
+    }
+
+
+CLAIMS: tuple[Claim, ...] = (
+    at_both_scales(
+        initialisation,
+        row="initialisation",
+        where="section 5, initialisation",
+        claim="any common scheme with small values does to begin with",
+        paper="not sensitive; N(0, 0.05) was used",
+        full_time="minutes",
+    ),
+    at_both_scales(
+        convergence_always,
+        row="convergence-always",
+        where="section 5, convergence",
+        claim="solves of trained DEQs almost always converge",
+        paper="almost always",
+    ),
+    at_both_scales(
+        paper_tolerance,
+        row="paper-tolerance",
+        where="section 5, setting",
+        claim="equilibria can be solved to sqrt(T) 1e-5 forward and sqrt(T) 1e-8 backward",
+        paper="used in training",
+    ),
+    at_both_scales(
+        jacobian_growth,
+        row="jacobian-growth",
+        where="section 5, convergence",
+        claim="training pushes the operator norm of the Jacobian up, which makes solves longer",
+        paper="supposed, not measured",
+    ),
+)

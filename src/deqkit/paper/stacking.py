@@ -1,0 +1,158 @@
+"""Solving against stacking: figure 3, right, and appendix D."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.solves import curve, equation_of, evals_to, figure, median_traces, sample_text, turns
+from deqkit.paper.subjects import Scale, at_both_scales, describe
+from deqkit.paper.workshop import Workshop
+from deqkit.solve import Broyden, FixedPointIteration
+from deqkit.train.load import LoadedRun
+
+SOLVED = 1e-3
+"""A relative residual at which an equilibrium counts as found."""
+STACKING, SOLVING = "layer after layer", "Broyden"
+
+
+def _follow(run: LoadedRun, *, length: int, scale: Scale) -> dict[str, Any]:
+    """Test sequences without context: what stacking does to them, and what Broyden's method does."""
+    tokens = sample_text(run.task(), length=length, count=scale.num_samples)
+    equation = equation_of(run.model, tokens)
+    solvers = {STACKING: FixedPointIteration(), SOLVING: Broyden(memory=10)}
+    traces = median_traces(equation, solvers, depth=scale.depth)
+    cosines = turns(equation, depth=scale.depth)
+    late = cosines[len(cosines) // 2 :]
+    return {
+        "traces": traces,
+        "evaluations": {name: evals_to(trace, SOLVED) for name, trace in traces.items()},
+        "last": {name: trace[-1] for name, trace in traces.items()},
+        "turn": statistics.fmean(late) if late else None,
+    }
+
+
+def _fewer(a: int | None, b: int | None) -> bool:
+    """Whether a is reached, and before b."""
+    return a is not None and (b is None or a < b)
+
+
+def figure_3_right(workshop: Workshop, *, scale: Scale) -> Outcome:
+    equilibrium = workshop.trained(scale.transformer(workshop))
+    stack = workshop.trained(scale.transformer_layers(workshop))
+    length = equilibrium.config.data.eval_length
+    found = {
+        "DEQ": _follow(equilibrium, length=length, scale=scale),
+        "stack": _follow(stack, length=length, scale=scale),
+    }
+    series = [curve(f"{model}, {name}", trace) for model, one in found.items() for name, trace in one["traces"].items()]
+    solve, stacking = found["DEQ"]["evaluations"][SOLVING], found["stack"]["evaluations"][STACKING]
+    own = found["DEQ"]["evaluations"][STACKING]
+    return Outcome(
+        measured=f"evaluations to a residual of {SOLVED:g}: DEQ with Broyden {_count(solve, scale)}, its cell stacked "
+        f"{_count(own, scale)}; the layer-trained transformer stacked {_count(stacking, scale)} "
+        f"(residual {found['stack']['last'][STACKING]:.0e} after {scale.depth} layers; cosine between successive steps "
+        f"{_number(found['stack']['turn'])}, in the DEQ's cell {_number(found['DEQ']['turn'])})",
+        scale=f"{scale.num_samples} test sequences of {length}; {describe(equilibrium, stack)}",
+        holds=_fewer(solve, stacking) and _fewer(solve, own),
+        numbers={
+            "found": found,
+            "figure": figure(x="evaluations of f", y="relative residual", series=series, log_y=True),
+        },
+        remark="A cosine near -1 means that layers undo each other: an oscillation. Layers that were trained to be "
+        "stacked may well converge when stacked.",
+    )
+
+
+def _count(evals: int | None, scale: Scale) -> str:
+    return f"not within {scale.depth}" if evals is None else str(evals)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.2f}"
+
+
+def appendix_d(workshop: Workshop, *, scale: Scale) -> Outcome:
+    runs = {
+        "transformer": workshop.trained(scale.transformer_layers(workshop)),
+        "trellis": workshop.trained(scale.trellis_layers(workshop)),
+    }
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, run in runs.items():
+        found[name] = {}
+        for length in scale.lengths:
+            workshop.tell(f"appendix D: {name}, T = {length}")
+            found[name][length] = _follow(run, length=length, scale=scale)
+    # From the second layer on: the first starts from zero, where the change is 1 whatever the layer does.
+    converges = {
+        name: all(one["last"][STACKING] < 0.1 * one["traces"][STACKING][1] for one in of.values())
+        for name, of in found.items()
+    }
+    turning = [one["turn"] for one in found["transformer"].values()]
+    oscillates = all(turn is not None and turn < 0 for turn in turning)
+    easier = all(
+        _fewer(one["evaluations"][SOLVING], one["evaluations"][STACKING]) for one in found["transformer"].values()
+    )
+    panels = [
+        {"title": name, **figure(x="layer", y="change from the layer before", log_y=True, series=_panel(of))}
+        for name, of in found.items()
+    ]
+    return Outcome(
+        measured="; ".join(
+            f"{name}: change after {scale.depth} layers "
+            + ", ".join(f"{one['last'][STACKING]:.0e}" for one in of.values())
+            + f" ({'' if converges[name] else 'not '}a tenth of the first or less at every T)"
+            for name, of in found.items()
+        )
+        + f"; transformer: cosine between successive steps {', '.join(map(_number, turning))}; Broyden finds its "
+        f"equilibrium to {SOLVED:g} in "
+        + ", ".join(_count(one["evaluations"][SOLVING], scale) for one in found["transformer"].values())
+        + " evaluations, stacking in "
+        + ", ".join(_count(one["evaluations"][STACKING], scale) for one in found["transformer"].values()),
+        scale=f"T = {', '.join(map(str, scale.lengths))}, {scale.num_samples} test sequences each; "
+        f"{describe(*runs.values())}",
+        holds=all(converges.values()) and oscillates and easier,
+        numbers={
+            "found": {name: {str(length): one for length, one in of.items()} for name, of in found.items()},
+            "converges": converges,
+            "oscillates": oscillates,
+            "quasi-Newton is quicker": easier,
+            "figures": panels,
+        },
+        remark="Three things must hold: both come to rest (the change falls to a tenth; transformer: "
+        f"{_yes(converges['transformer'])}, trellis: {_yes(converges['trellis'])}), the transformer's steps turn back "
+        f"({_yes(oscillates)}), Broyden is quicker on it ({_yes(easier)}). An oscillation that stays is no coming to "
+        "rest. All lengths but the shortest are longer than what the models were trained on "
+        f"({runs['transformer'].config.data.length} positions and as many of memory).",
+    )
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _panel(of: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    stacked = [curve(f"T = {length}", one["traces"][STACKING]) for length, one in of.items()]
+    longest = max(of)
+    return [*stacked, curve(f"T = {longest}, Broyden", of[longest]["traces"][SOLVING])]
+
+
+CLAIMS: tuple[Claim, ...] = (
+    at_both_scales(
+        figure_3_right,
+        row="figure-3-right",
+        where="figure 3, right",
+        claim="Broyden's method finds the equilibrium of a trained DEQ in fewer steps than stacked layers take to come "
+        "to rest, which may oscillate",
+        paper="a plot",
+    ),
+    at_both_scales(
+        appendix_d,
+        row="appendix-d",
+        where="appendix D, figure 5",
+        claim="tied stacks tend to a fixed point as they get deeper, transformers in oscillations; quasi-Newton "
+        "methods find that point more easily",
+        paper="two plots, T = 100, 200, 400, 800",
+    ),
+)

@@ -1,0 +1,164 @@
+"""The models that checks look at, at two scales: quick ones on what deqkit carries, and those of the mini recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from deqkit.adjoint import Implicit
+from deqkit.layers import TransformerConfig, TrellisConfig
+from deqkit.model import SequenceModel, num_parameters
+from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.workshop import Workshop
+from deqkit.solve import Anderson, Broyden, Tolerance
+from deqkit.train.config import DeviceConfig, RegulariserConfig, TrainConfig
+from deqkit.train.load import LoadedRun
+from deqkit.train.recipes import RECIPES, layers
+
+LENGTHS = (100, 200, 400, 800)
+"""Of the sequences in appendix D."""
+HOURS = "minutes, and an hour for each model that is not trained yet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large the models of a check are, and how long it looks at them."""
+
+    transformer: Callable[[Workshop], TrainConfig]
+    """A DEQ-Transformer."""
+    transformer_layers: Callable[[Workshop], TrainConfig]
+    """The same cell trained as a stack of tied layers."""
+    trellis: Callable[[Workshop], TrainConfig]
+    """A DEQ-TrellisNet."""
+    trellis_layers: Callable[[Workshop], TrainConfig]
+    """The same cell trained as a stack of tied layers."""
+    plain: Callable[[Workshop], TrainConfig]
+    """A short training of the transformer at its equilibrium from the first step on, without a penalty on the
+    Jacobian, as in the paper: what a training device is compared with."""
+    max_batches: int | None
+    """Batches of the test split that are looked at; None for all."""
+    num_samples: int
+    """Sequences whose solves are followed step by step."""
+    depth: int
+    """Evaluations for which they are followed."""
+    rounds: int
+    """How often a timing is repeated."""
+    lengths: tuple[int, ...] = LENGTHS
+    """Sequence lengths of appendix D."""
+
+
+class ScaledCheck(Protocol):
+    def __call__(self, workshop: Workshop, *, scale: Scale) -> Outcome: ...
+
+
+def at_both_scales(
+    check: ScaledCheck, *, row: str, where: str, claim: str, paper: str, full_time: str = HOURS
+) -> Claim:
+    """A claim with the quick and the full version of one check."""
+    quick, full = partial(check, scale=QUICK), partial(check, scale=FULL)
+    return Claim(row=row, where=where, claim=claim, paper=paper, quick=quick, full=full, full_time=full_time)
+
+
+def on_ptb(workshop: Workshop, recipe: str) -> TrainConfig:
+    """A recipe for Penn Treebank, with the corpus that the workshop has."""
+    config = RECIPES[recipe]()
+    return replace(config, data=replace(config.data, source=workshop.corpus("ptb")))
+
+
+def trellis_demo() -> TrainConfig:
+    """The demo with a small TrellisNet."""
+    config = RECIPES["demo"]()
+    width = 64
+    cell = TrellisConfig(
+        input_width=width, hidden_width=width, output_width=width, hidden_dropout=0.1, normalise="weight"
+    )
+    model = replace(
+        config.model,
+        vocabulary=replace(config.model.vocabulary, embedding_width=width),
+        cell=cell,
+        mem_len=1,
+        solver=Broyden(memory=2, group="prefix"),
+        max_steps=30,
+        adjoint=Implicit(solver=Anderson(memory=2), tol=Tolerance(rtol=5e-2), max_steps=20),
+    )
+    return replace(
+        config,
+        recipe="demo-trellisnet",
+        model=model,
+        devices=DeviceConfig(warmup_depth=10, warmup_steps=80),
+        regulariser=RegulariserConfig(),
+        steps=120,
+        eval_every=120,
+        checkpoint_every=120,
+    )
+
+
+def plain(config: TrainConfig, *, steps: int, batch: int) -> TrainConfig:
+    """A short training at the equilibrium alone."""
+    return replace(
+        config,
+        recipe=f"{config.recipe}-plain",
+        data=replace(config.data, batch=batch),
+        devices=DeviceConfig(),
+        regulariser=RegulariserConfig(),
+        steps=steps,
+        eval_every=steps,
+        checkpoint_every=steps,
+    )
+
+
+QUICK = Scale(
+    transformer=lambda workshop: RECIPES["demo"](),
+    transformer_layers=lambda workshop: RECIPES["demo-tied-12"](),
+    trellis=lambda workshop: trellis_demo(),
+    trellis_layers=lambda workshop: layers(trellis_demo(), 20, tied=True),
+    plain=lambda workshop: plain(RECIPES["demo"](), steps=120, batch=8),
+    max_batches=4,
+    num_samples=4,
+    depth=60,
+    rounds=5,
+)
+FULL = Scale(
+    transformer=lambda workshop: on_ptb(workshop, "ptb-mini"),
+    transformer_layers=lambda workshop: on_ptb(workshop, "ptb-mini-tied-16"),
+    trellis=lambda workshop: on_ptb(workshop, "ptb-deq-trellisnet-mini"),
+    trellis_layers=lambda workshop: on_ptb(workshop, "ptb-deq-trellisnet-mini-tied-60"),
+    plain=lambda workshop: plain(on_ptb(workshop, "ptb-mini"), steps=600, batch=32),
+    max_batches=None,
+    num_samples=16,
+    depth=200,
+    rounds=15,
+)
+
+
+def describe(*runs: LoadedRun) -> str:
+    """Models, data and length, for the scale of an outcome."""
+    return "; ".join(
+        f"{run.config.recipe} ({num_parameters(run.model).total / 1e6:.2g} million parameters, step {run.step} of "
+        f"{run.config.steps}, {Path(run.config.data.source).name} corpus)"
+        for run in runs
+    )
+
+
+def untrained(run: LoadedRun) -> SequenceModel:
+    """The model with the weights that its training began with."""
+    with torch.random.fork_rng():
+        torch.manual_seed(run.config.seed)
+        return SequenceModel(run.config.model).eval()
+
+
+def changed(run: LoadedRun, **settings: Any) -> SequenceModel:
+    """The trained model with other settings of its configuration, none of which has weights."""
+    with torch.random.fork_rng():
+        model = SequenceModel(replace(run.config.model, **settings))
+    model.load_state_dict(run.model.state_dict())
+    return model.eval()
+
+
+def is_transformer(config: TrainConfig) -> bool:
+    return isinstance(config.model.cell, TransformerConfig)

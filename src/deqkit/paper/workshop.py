@@ -1,0 +1,143 @@
+"""Where checks find data and keep the models they train: a model that several checks need is trained once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from deqkit._plain import unknown
+from deqkit.train.config import TrainConfig, to_plain
+from deqkit.train.evaluate import evaluate
+from deqkit.train.load import LoadedRun, load_run
+from deqkit.train.loop import train
+from deqkit.train.recipes import RECIPES
+from deqkit.train.run_folder import RunFolder, read_metrics
+from deqkit.train.tasks import make_task, resolve
+
+BUILT_IN = ("embedded", "copy-memory")
+"""Data that is the same wherever deqkit is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """A folder of runs, a folder of prepared corpora, and somebody to tell how far things are."""
+
+    runs: Path
+    """Trained models, one folder each; what is there is used again, what is half done goes on."""
+    data: Path | None = None
+    """A folder with the corpora `ptb`, `wikitext-2` and so on as `deqkit data prepare` made them."""
+    tell: Callable[[str], None] = field(default=lambda line: None)
+    """Called with a line about what is being done."""
+    seeds: tuple[int, ...] | None = None
+    """Train no other seeds than these; what a row finds of others is reported as well. None for all that it asks."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What was measured in this session, for rows that need the same."""
+
+    def corpus(self, name: str) -> str:
+        """The folder of a prepared corpus.
+
+        Raises:
+            ValueError: it is not there; says how to prepare it.
+        """
+        where = (self.data or Path("data")) / name
+        if not (where / "manifest.json").exists():
+            raise ValueError(
+                f"this row needs {name}: run `deqkit data prepare {name} --from RAW --out {where}`, "
+                "and pass the folder above it with --data"
+            )
+        return str(where)
+
+    def recipe(self, name: str, *, corpus: str | None = None) -> TrainConfig:
+        """A recipe by name, with the corpus it needs.
+
+        Raises:
+            ValueError: there is no such recipe, or the corpus is not there.
+        """
+        if name not in RECIPES:
+            raise ValueError(unknown("recipe", name, RECIPES))
+        config = RECIPES[name]()
+        return config if corpus is None else replace(config, data=replace(config.data, source=self.corpus(corpus)))
+
+    def seeds_of(self, config: TrainConfig, seeds: tuple[int, ...]) -> Iterator[TrainConfig]:
+        """The configuration with each seed that is to be reported: those that may be trained, and those that are."""
+        for seed in seeds:
+            with_seed = replace(config, seed=seed)
+            if self.seeds is None or seed in self.seeds or self.has(with_seed):
+                yield with_seed
+
+    def has(self, config: TrainConfig, name: str | None = None) -> bool:
+        """Whether a training is there, to its end."""
+        folder = self._folder(config, name)
+        return (folder.path / "config.json").exists() and _finished(folder, config)
+
+    def trained(self, config: TrainConfig, name: str | None = None) -> LoadedRun:
+        """The model of a training, best evaluation; trained now unless it is there.
+
+        Raises:
+            ValueError: there is a run of that name with another configuration, or on other data.
+        """
+        config = replace(resolve(config), trackers=())
+        folder = self._folder(config, name)
+        begun = (folder.path / "config.json").exists()
+        if begun:
+            _require_same(folder, config)
+        if not (begun and _finished(folder, config)):
+            train(config, folder, resume=begun, on_record=self._teller(folder.path.name, config.steps))
+        # The data may have another place than when the run was trained.
+        return replace(load_run(folder.path), config=config)
+
+    def tested(self, run: LoadedRun, split: str = "test", **settings: Any) -> dict[str, Any]:
+        """The figures of a run on a split, with the seconds it took."""
+        self.tell(f"{run.folder.path.name}: {split}")
+        began = time.perf_counter()
+        figures = evaluate(run.model, run.task(), split, **settings)
+        return {**figures, "seconds": time.perf_counter() - began}
+
+    def metrics(self, run: LoadedRun, kind: str = "train") -> list[dict[str, Any]]:
+        """The records that a training wrote."""
+        return [record for record in read_metrics(run.folder.metrics) if record["kind"] == kind]
+
+    def _folder(self, config: TrainConfig, name: str | None) -> RunFolder:
+        return RunFolder(self.runs / (name or f"{config.recipe}-seed-{config.seed}"))
+
+    def _teller(self, name: str, steps: int) -> Callable[[dict[str, Any]], None]:
+        def on_record(record: dict[str, Any]) -> None:
+            if record["step"] % 10 == 0 or record["step"] == steps:
+                self.tell(f"{name}: step {record['step']} of {steps}")
+
+        return on_record
+
+
+def _finished(folder: RunFolder, config: TrainConfig) -> bool:
+    steps = [record["step"] for record in read_metrics(folder.metrics) if record["kind"] == "valid"]
+    return bool(steps) and steps[-1] >= config.steps
+
+
+def _require_same(folder: RunFolder, config: TrainConfig) -> None:
+    """The same training on the same data; where the data lies, how often it was saved and who else was told of it
+    makes no difference."""
+    if difference := _difference(_what_matters(folder.config()), _what_matters(config)):
+        raise ValueError(
+            f"{folder.path} was trained with another configuration than this row asks for ({difference}): move it away"
+        )
+    if config.data.source not in BUILT_IN and folder.read().get("data_sha256") != make_task(config).data_hash:
+        raise ValueError(f"{folder.path} was trained on other data than {config.data.source}: move it away")
+
+
+def _what_matters(config: TrainConfig) -> Any:
+    data = config.data if config.data.source in BUILT_IN else replace(config.data, source="")
+    return to_plain(replace(config, data=data, checkpoint_every=1, keep=1, trackers=(), expected_time=""))
+
+
+def _difference(found: Any, asked: Any, where: str = "") -> str:
+    """The first place where two plain values differ; empty if they are the same."""
+    if found == asked:
+        return ""
+    if isinstance(found, dict) and isinstance(asked, dict):
+        names = [*asked, *(name for name in found if name not in asked)]
+        parts = (_difference(found.get(n), asked.get(n), f"{where}.{n}".lstrip(".")) for n in names)
+        return next(part for part in parts if part)
+    return f"{where} is {found!r} there and {asked!r} here"

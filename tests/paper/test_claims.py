@@ -1,0 +1,105 @@
+"""No table, figure, theorem or remark of the paper is left out."""
+
+import re
+
+import pytest
+
+from deqkit.analysis.memory_bench import COMPARISONS
+from deqkit.data import PrepareConfig, prepare
+from deqkit.model.paper import PAPER_MODELS
+from deqkit.paper import elsewhere, memory, tasks
+from deqkit.paper.rows import CLAIMS, PARTS, find
+from deqkit.paper.workshop import Workshop
+from deqkit.train.recipes import RECIPES
+
+PLACES = [f"table {n}" for n in (1, 2, 3, 4)] + ["figure 1", "appendix D", "appendix E", "appendix F"]
+PLACES += [f"theorem {n}" for n in (1, 2, 3)] + ["left", "right"]  # of the figures with two panels
+
+
+def test_names_are_unique_and_fit_a_command_line():
+    names = [claim.row for claim in CLAIMS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in names)
+    assert sum(len(part.claims) for part in PARTS) == len(names)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_place_has_a_row(place):
+    assert any(place.lower() in claim.where.lower() for claim in CLAIMS)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.row)
+def test_a_row_is_complete(claim):
+    assert claim.where and claim.claim and claim.paper
+    assert claim.quick is not None or claim.full is not None
+    if claim.quick is None:
+        assert claim.full_time
+
+
+@pytest.mark.parametrize("model", [size.recipe for size in elsewhere.SIZES])
+def test_full_sizes_name_a_command_that_exists(model):
+    (claim,) = [claim for claim in CLAIMS if claim.row == f"table-{'2' if model.startswith('ptb') else '3'}-{model}"]
+    assert model in RECIPES and claim.elsewhere.startswith(f"deqkit train {model} --data.source data/")
+
+
+def test_a_row_that_does_not_exist():
+    with pytest.raises(ValueError, match="did you mean 'copy-memory'"):
+        find(["copy-memry"])
+    assert [claim.row for claim in find(["lstm", "copy-memory"])] == ["lstm", "copy-memory"]
+
+
+def test_every_model_of_the_memory_bench_is_in_a_row():
+    names = {name for _, name, *_ in COMPARISONS}
+    assert names == {*memory.TIED, *memory.UNTIED} and names <= set(PAPER_MODELS)
+
+
+def test_sizes_of_the_tables(tmp_path):
+    outcome = elsewhere.parameters(Workshop(runs=tmp_path), table="2")
+    assert outcome.holds is True and "24.2 / 20.2" in outcome.measured
+
+
+def test_full_sizes_are_not_measured_and_say_so(tmp_path):
+    outcome = elsewhere.not_here(Workshop(runs=tmp_path), size=elsewhere.SIZES[0])
+    assert outcome.holds is None and "GPUs" in outcome.measured
+
+
+def test_the_copy_task_is_the_papers(tmp_path):
+    outcome = tasks.copy_task(Workshop(runs=tmp_path))
+    assert outcome.holds is True and len(outcome.numbers["facts"]) == 5
+
+
+def test_words_and_vocabulary_of_a_corpus(tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split in ("train", "valid", "test"):
+        (raw / f"{split}.txt").write_text("a b <unk>\n" * 40)
+    prepare(PrepareConfig(dataset="ptb", source=raw, out=tmp_path / "data" / "ptb"))
+    workshop = Workshop(runs=tmp_path, data=tmp_path / "data")
+    outcome = tasks.text_task(workshop, name="ptb", words=120, vocabulary=4, at_least=False)
+    assert (outcome.numbers["words"], outcome.numbers["line_ends"]) == (120, 40)
+    assert outcome.holds is None and "only a part is here" in outcome.scale  # not the published corpus
+
+
+def test_memory_rows_follow_their_figures(tmp_path):
+    workshop = Workshop(runs=tmp_path)
+    for name, layers, *_ in COMPARISONS:  # as if measured: 3 of 10, and 5 with checkpointing
+        workshop.kept[("memory", f"{name}, 12 steps")] = 3 * memory.MIB
+        workshop.kept[("memory", f"{name}, 12 steps, few pairs")] = 2 * memory.MIB
+        workshop.kept[("memory", layers)] = 10 * memory.MIB
+        workshop.kept[("memory", f"{layers}, checkpointing")] = 5 * memory.MIB
+    saved = memory.reduction(workshop, names=memory.UNTIED, max_steps=12, least=0.6)
+    assert saved.holds is True and saved.numbers["saved"][memory.UNTIED[0]] == pytest.approx(0.7)
+    assert memory.reduction(workshop, names=memory.TIED, max_steps=12, least=0.6, most=0.88).holds is False
+    assert memory.column(workshop, names=[memory.UNTIED[2]], max_steps=12).holds is True  # the paper's ratio is 0.41
+    short = memory.column(workshop, names=[memory.UNTIED[0]], max_steps=12)
+    assert short.holds is False  # 0.23
+    assert "which need 2 MiB instead of 3 for transformer-small" in short.remark
+    less = memory.checkpointing(workshop, names=memory.TIED, decides=memory.TIED[1], max_steps=12)
+    assert less.holds is True and "0.60" in less.measured
+
+
+def test_memory_is_measured(tmp_path):
+    workshop = Workshop(runs=tmp_path)
+    found = memory.equilibrium(workshop, "trellis-ptb", 3)
+    assert found > 80_000_000  # its parameters alone
+    assert memory.equilibrium(workshop, "trellis-ptb", 3) == found and len(workshop.kept) == 1

@@ -1,0 +1,125 @@
+"""`deqkit paper` on the command line."""
+
+import json
+
+import pytest
+
+from deqkit.cli import main
+from deqkit.cli import paper as command
+from deqkit.paper import rows
+from deqkit.paper.claim import Claim, Outcome
+
+FIGURE = Outcome(measured="41 of 42", scale="small", holds=False, numbers={"a": 1}, remark="tried twice")
+
+
+def no_file(workshop):
+    raise FileNotFoundError("there is no such file")
+
+
+def bug(workshop):
+    raise ZeroDivisionError
+
+
+CHEAP = (
+    Claim(row="cheap", where="table 9", claim="it works", paper="42", quick=lambda w: FIGURE, full=lambda w: FIGURE),
+    Claim(row="long-only", where="table 9", claim="it lasts", paper="42", full=lambda w: FIGURE, full_time="a year"),
+    Claim(row="quick-only", where="table 9", claim="it is", paper="-", quick=no_file),
+)
+
+
+@pytest.fixture
+def cheap(monkeypatch):
+    monkeypatch.setattr(rows, "CLAIMS", CHEAP)
+    monkeypatch.setattr(command, "CLAIMS", CHEAP)
+    monkeypatch.setattr(command, "PARTS", (rows.Part(title="All", claims=CHEAP),))
+
+
+@pytest.fixture
+def paper(tmp_path, capsys):
+    def call(*words):
+        folders = [
+            "--runs",
+            str(tmp_path / "runs"),
+            "--out",
+            str(tmp_path / "results"),
+            "--docs",
+            str(tmp_path / "docs"),
+        ]
+        status = main(["paper", *words, *folders])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_all_quick_rows(cheap, paper, tmp_path):
+    status, out, _ = paper()
+    assert status == 0
+    assert "cheap (table 9): does not hold" in out and "41 of 42" in out and "tried twice" in out
+    assert "0 hold, 1 do not, 1 not measured" in out and "Only at full length: long-only" in out
+    found = json.loads((tmp_path / "results" / "paper_quick.json").read_text())["rows"]
+    assert set(found) == {"cheap", "quick-only"}
+    assert found["cheap"]["holds"] is False and found["cheap"]["numbers"] == {"a": 1}
+    assert found["cheap"]["machine"]["cores"] and found["cheap"]["date"] and "commit" in found["cheap"]
+    assert found["quick-only"]["holds"] is None and found["quick-only"]["remark"] == "there is no such file"
+
+
+def test_full_length(cheap, paper, tmp_path):
+    status, out, _ = paper("--full", "cheap", "long-only")
+    assert status == 0 and "written to" in out
+    found = json.loads((tmp_path / "results" / "paper" / "long-only.json").read_text())
+    assert found["row"] == "long-only" and found["full"] is True and found["measured"] == "41 of 42"
+    assert not (tmp_path / "results" / "paper_quick.json").exists()
+
+
+def test_json(cheap, paper):
+    _, out, _ = paper("cheap", "--json")
+    assert json.loads(out)["cheap"]["holds"] is False
+    _, out, _ = paper("--list", "--json")
+    assert [row["row"] for row in json.loads(out)] == ["cheap", "long-only", "quick-only"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cheep"], "unknown row 'cheep'; did you mean 'cheap'?"),
+        (["--full"], "--full takes hours a row: name the rows"),
+        (["long-only"], "long-only has no quick version: run `deqkit paper --full long-only` (a year)"),
+        (["--full", "quick-only"], "quick-only has no longer version: run `deqkit paper quick-only`"),
+    ],
+)
+def test_mistakes(cheap, paper, words, message):
+    status, _, err = paper(*words)
+    assert status == 1 and message in err and err.count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, paper):
+    monkeypatch.setattr(rows, "CLAIMS", (Claim(row="broken", where="-", claim="-", paper="-", quick=bug),))
+    with pytest.raises(ZeroDivisionError):
+        paper("broken")
+
+
+def test_the_list_names_every_row(paper):
+    status, out, _ = paper("--list")
+    assert status == 0
+    for claim in rows.CLAIMS:
+        assert claim.row in out
+    status, out, _ = paper("--list", "lstm")
+    assert "lstm" in out and "copy-memory" not in out
+
+
+def test_a_quick_row_end_to_end_and_the_document(paper, tmp_path):
+    status, out, _ = paper("task-copy-memory", "table-2-parameters")
+    assert status == 0 and "2 hold, 0 do not, 0 not measured" in out
+    status, out, _ = paper("--list", "task-copy-memory")
+    assert "holds" in out
+    status, out, _ = paper("--document")
+    assert status == 0 and "paper.md" in out
+    assert "20,000 training and 2,000 test samples: yes" in (tmp_path / "docs" / "paper.md").read_text()
+
+
+def test_missing_data_is_told(paper, tmp_path):
+    status, out, _ = paper("task-ptb", "--data", str(tmp_path / "nowhere"))
+    assert status == 0 and "not measured" in out and "deqkit data prepare ptb" in out.replace("\n", "")
+    status, out, _ = paper("--full", "best-perplexity-ptb", "--data", str(tmp_path / "nowhere"))
+    assert status == 0 and "not measured" in out

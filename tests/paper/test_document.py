@@ -1,0 +1,105 @@
+"""docs/paper.md is what the results say, to the last letter."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from deqkit.paper.document import compose, write
+from deqkit.paper.figures import draw, panels_of
+from deqkit.paper.rows import CLAIMS
+from deqkit.paper.run import read_best, save_full, save_quick
+
+ROOT = Path(__file__).parents[2]
+HEADER = {"date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "seed": 0, "config": {}}
+HEADER |= {"machine": {"cores": 2, "cpu": "a processor", "torch": "2.6"}}
+LINES = {
+    "x": "step",
+    "y": "loss",
+    "log_x": False,
+    "log_y": True,
+    "series": [{"label": name, "x": list(range(1, 501)), "y": [1 / i for i in range(1, 501)]} for name in "abcdefg"],
+}
+BARS = {"kind": "bars", "y": "loss", "bars": [{"label": "a", "value": 2.0, "points": [1.0, 3.0]}]}
+
+
+def result(row: str, *, full: bool = False, measured: str = "7 of 7", holds: bool | None = True, **numbers):
+    found = {"row": row, "full": full, "seconds": 3.0, "measured": measured, "scale": "small", "holds": holds}
+    return {**HEADER, **found, "numbers": numbers, "remark": "as expected"}
+
+
+def test_the_document_is_up_to_date():
+    document = compose(ROOT / "results")
+    assert (ROOT / "docs" / "paper.md").read_text(encoding="utf-8") == document.text, "run `deqkit paper --document`"
+    figures = {path.name for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    assert set(document.panels) <= figures
+
+
+def test_results_are_of_rows_that_exist():
+    assert set(read_best(ROOT / "results")) <= {claim.row for claim in CLAIMS}
+
+
+def test_every_row_is_in_it_without_any_result(tmp_path):
+    text = compose(tmp_path).text
+    for claim in CLAIMS:
+        assert f"\n### {claim.row}\n" in text and f"[{claim.row}](#{claim.row})" in text
+    assert f"{len(CLAIMS)} rows: 0 hold, 0 do not, {len(CLAIMS)} are not measured here." in text
+
+
+def test_full_length_wins_and_the_quick_check_is_told(tmp_path):
+    save_quick(tmp_path, {"lstm": result("lstm", measured="quick figure", holds=False)})
+    save_full(tmp_path, result("lstm", full=True, measured="long figure"))
+    entry = compose(tmp_path).text.split("\n### lstm\n")[1].split("\n###")[0]
+    assert "- Here: long figure" in entry and "**holds**, at full length" in entry
+    assert "- Quick check: does not hold: quick figure" in entry
+    assert "commit 0123456789," in entry and "2026-01-02 in 3 s" in entry
+
+
+def test_a_full_row_that_lacked_its_data_does_not_hide_the_quick_one(tmp_path):
+    save_quick(tmp_path, {"lstm": result("lstm", measured="quick figure")})
+    save_full(tmp_path, result("lstm", full=True, measured="not measured", holds=None))
+    assert "- Here: quick figure" in compose(tmp_path).text
+
+
+def test_rows_that_are_run_alone_leave_the_others(tmp_path):
+    save_quick(tmp_path, {"lstm": result("lstm"), "copy-memory": result("copy-memory")})
+    save_quick(tmp_path, {"lstm": result("lstm", measured="again")})
+    rows = json.loads((tmp_path / "paper_quick.json").read_text())["rows"]
+    assert rows["lstm"]["measured"] == "again" and rows["copy-memory"]["measured"] == "7 of 7"
+
+
+def test_tables_and_figures(tmp_path):
+    table = {"columns": ["model", "a|b"], "rows": [["x", "1"], ["y", "2"]]}
+    panels = [{"title": "first", **LINES}, {"title": "second", **BARS}]
+    save_quick(tmp_path, {"lstm": result("lstm", table=table, figures=panels)})
+    docs = tmp_path / "docs"
+    stale, foreign = docs / "figures" / "copy-memory.svg", docs / "figures" / "other.svg"
+    stale.parent.mkdir(parents=True)
+    for path in (stale, foreign):
+        path.write_text("old")
+    written = write(tmp_path, docs)
+    assert written == [docs / "paper.md", docs / "figures" / "lstm.svg"]
+    assert not stale.exists() and foreign.exists()  # a figure of a row that has none any more, and somebody else's
+    text = written[0].read_text()
+    assert "| model | a\\|b |\n|---|---|\n| x | 1 |\n| y | 2 |\n" in text
+    assert "![lstm](figures/lstm.svg)" in text
+    assert written[1].read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.parametrize("panel", [LINES, BARS, {**BARS, "log_y": True}, {**LINES, "log_x": True}])
+def test_a_figure_is_the_same_every_time_and_has_a_background(panel):
+    first = draw([panel])
+    assert first == draw([panel])
+    assert re.search(rb"fill: #ffffff", first)
+    assert draw([panel], form="png").startswith(b"\x89PNG")
+
+
+def test_where_panels_are_found():
+    assert panels_of({}) == [] and panels_of({"figure": LINES}) == [LINES] and panels_of({"figures": [BARS]}) == [BARS]
+
+
+def test_every_link_of_the_document_leads_somewhere():
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((figures/[^)]+)\)", text):
+        assert (ROOT / "docs" / target).exists()

@@ -1,0 +1,159 @@
+"""What is reported of trained models, against their own records."""
+
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deqkit.model import SequenceModel, num_parameters
+from deqkit.paper import copy_memory, language
+from deqkit.paper.measure import COLUMNS, Contender, compare, measure, spread, table
+from deqkit.paper.workshop import Workshop
+from deqkit.train.recipes import layers
+from deqkit.train.tasks import make_task
+from train.runs import BYTES, TRELLIS, tiny
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    return Workshop(runs=tmp_path_factory.mktemp("runs"))
+
+
+def equilibrium(corpus):
+    return tiny(corpus, devices={"warmup_steps": 2})
+
+
+def stack(corpus):
+    return layers(tiny(corpus), 3, tied=True)
+
+
+def test_an_equilibrium(workshop, corpus):
+    config = equilibrium(corpus)
+    found = measure(workshop, config)
+    records = workshop.metrics(workshop.trained(config))
+    assert found["parameters"] > found["parameters_outside_embedding"] > 0
+    assert found["steps"] == len(records) == 6
+    task = make_task(config)
+    assert found["epochs"] == pytest.approx(6 * 4 * 8 / len(task.corpus.split("train")))  # pyright: ignore
+    assert found["minutes"] == pytest.approx(sum(r["seconds"] for r in records) / 60)
+    assert found["training_us_per_token"] == pytest.approx(60e6 * found["minutes"] / (6 * 4 * 8))
+    solved = [r for r in records if "evals" in r]
+    assert len(solved) == 4  # two were shallow
+    assert min(r["evals"] for r in solved) <= found["evaluations"] <= max(r["evals"] for r in solved)
+    assert found["products"] > 0 and found["leak"] == 0 and found["training_memory_mib"] > 0
+    assert found["test"]["perplexity"] < 10 * BYTES and found["valid"]["step"] == found["best_step"]
+    assert measure(workshop, config) is found  # not measured again
+
+
+def test_layers_have_no_solves(workshop, corpus):
+    found = measure(workshop, stack(corpus))
+    assert found["evaluations"] is None and found["products"] is None and found["late_tokens_per_second"] > 0
+
+
+def test_copy_memory_has_no_perplexity(workshop):
+    found = measure(workshop, replace(tiny("copy-memory"), recipe="tiny-copy"))
+    assert found["headline"] == "loss" and found["epochs"] is None and "perplexity" not in found["test"]
+
+
+def test_a_comparison_over_seeds(workshop, corpus):
+    contenders = (
+        Contender(label="one", config=lambda workshop: equilibrium(corpus), seeds=(0, 1)),
+        Contender(label="other", config=lambda workshop: stack(corpus)),
+    )
+    one, other = compare(workshop, contenders)
+    tests = [run["test"]["perplexity"] for run in one["runs"]]
+    assert one["seeds"] == [0, 1] and one["test"] == pytest.approx(statistics.fmean(tests))
+    assert (one["lowest"], one["highest"]) == (min(tests), max(tests))
+    assert spread(one) == f"{one['test']:.1f} ({min(tests):.1f} to {max(tests):.1f})"
+    assert spread(other) == f"{other['test']:.1f}"
+    rows = table([one, other])["rows"]
+    assert all(len(row) == len(COLUMNS) for row in rows) and rows[0][2] == "0, 1" and rows[1][9] == "-"
+
+
+def test_no_seed_at_all_is_an_error(workshop, corpus):
+    contenders = [Contender(label="one", config=lambda workshop: equilibrium(corpus), seeds=(5,))]
+    with pytest.raises(ValueError, match="no run of tiny: --seeds leaves out all of"):
+        compare(replace(workshop, seeds=(7,)), contenders)
+
+
+def test_rows_of_the_language_models(workshop, corpus, monkeypatch):
+    """Their verdicts follow from their figures, whatever these are."""
+    contenders = (
+        Contender(label="DEQ", config=lambda workshop: equilibrium(corpus)),
+        Contender(label="tied", config=lambda workshop: stack(corpus)),
+        Contender(label="untied", config=lambda workshop: layers(tiny(corpus), 2, tied=False)),
+    )
+    monkeypatch.setattr(language, "unigram_perplexity", lambda config: 1e9)
+    small = language.small_models(workshop, contenders=contenders, text="a text")
+    deq, tied, untied = (one["test"] for one in small.numbers["found"])
+    assert small.holds == (deq <= min(tied, untied)) and f"{deq:.1f}" in small.measured
+    pair = language.trellis(workshop, contenders=contenders[:2], text="a text")
+    assert pair.holds == (deq <= 1.02 * tied)
+    lstm = language.against_lstm(workshop, contenders=contenders[:2], text="a text")
+    assert lstm.holds == (deq < tied) and ("the LSTM is ahead" in lstm.measured) == (deq >= tied)
+    monkeypatch.setattr(language, "unigram_perplexity", lambda config: 1.0)
+    short = language.trellis(workshop, contenders=contenders[:2], text="a text")
+    assert short.holds is None and "training was too short for a verdict" in short.remark
+
+
+def test_the_perplexity_of_frequencies(corpus):
+    task = make_task(tiny(corpus))
+    train, test = (task.corpus.split(name).tolist() for name in ("train", "test"))  # pyright: ignore
+    probabilities = [(train.count(token) + 1) / (len(train) + BYTES) for token in test]
+    expected = math.exp(-statistics.fmean(math.log(p) for p in probabilities))
+    assert language.unigram_perplexity(tiny(corpus)) == pytest.approx(expected)
+
+
+def test_a_truncated_solver_that_mixes_positions_leaks_and_ours_does_not(workshop, corpus):
+    outcome = language.causal(workshop, config=lambda workshop: equilibrium(corpus), max_batches=2)
+    points = outcome.numbers["points"]
+    assert outcome.holds is True and outcome.numbers["leak"] == 0
+    assert {p["leak"] for p in points["causal"]} == {0.0}
+    assert max(p["leak"] for p in points["not causal"]) > 0
+
+
+def test_the_quick_lstm_has_the_size_of_the_demo(workshop):
+    with torch.device("meta"):
+        demo, lstm = (
+            num_parameters(SequenceModel(config.model)).total
+            for config in (workshop.recipe("demo"), language.quick_lstm(workshop))
+        )
+    assert lstm == pytest.approx(demo, rel=0.01)
+
+
+def test_copy_memory_at_another_length(workshop):
+    config = replace(tiny("copy-memory"), recipe="tiny-copy")
+    outcome = copy_memory.longer(workshop, config=lambda workshop: config, lengths=(5, 10))
+    short, long = outcome.numbers["points"]
+    assert short["num_tokens"] == 6 * 25 and long["num_tokens"] == 6 * 30
+    assert long["chance"] == pytest.approx(10 * math.log(8) / 30)
+    assert outcome.holds == (long["loss"] < long["chance"] / 2)
+
+
+def test_the_longest_copy(workshop):
+    config = replace(tiny("copy-memory"), recipe="tiny-copy")
+    outcome = copy_memory.longest(
+        workshop, configs=lambda workshop: [copy_memory.at_T(config, T) for T in (4, 6)], asked=6, solved=1e-4
+    )
+    assert outcome.holds is False and outcome.numbers["longest"] is None  # six steps solve nothing
+    assert [one["T"] for one in outcome.numbers["found"]] == [4, 6]
+    assert (workshop.runs / "tiny-copy-T-6-seed-0").is_dir()
+
+
+def test_table_1(workshop):
+    configs = {"DEQ-Transformer": tiny("copy-memory"), "LSTM": layers(tiny("copy-memory"), 2, tied=True)}
+    contenders = [
+        Contender(label=label, config=lambda workshop, c=config: replace(c, recipe=f"copy-{c.recipe}"), seeds=(0,))
+        for label, config in configs.items()
+    ]
+    outcome = copy_memory.table_1(workshop, contenders=contenders, T=5, solved=1e-4, budget="Small.")
+    assert outcome.holds is False and "test loss: DEQ-Transformer" in outcome.measured
+    bars, curves = outcome.numbers["figures"]
+    assert len(bars["bars"]) == len(curves["series"]) == 2 and curves["series"][0]["x"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_trellis_cells_are_measured_too(workshop, corpus):
+    found = measure(workshop, replace(tiny(corpus, cell=TRELLIS, model={"mem_len": 1}), recipe="tiny-trellis"))
+    assert found["leak"] == 0 and found["evaluations"] > 0

@@ -1,0 +1,84 @@
+"""A model is trained once, goes on where it was stopped, and is never taken for another."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deqkit.paper.workshop import Workshop
+from deqkit.train.loop import train
+from deqkit.train.run_folder import RunFolder, read_metrics
+from train.runs import make_corpus, make_text, tiny
+
+
+@pytest.fixture
+def workshop(tmp_path):
+    return Workshop(runs=tmp_path / "runs")
+
+
+def steps_of(workshop, name):
+    records = read_metrics(RunFolder(workshop.runs / name).metrics)
+    return [record["step"] for record in records if record["kind"] == "train"]
+
+
+def test_a_model_is_trained_once(workshop, corpus):
+    told = []
+    workshop = replace(workshop, tell=told.append)
+    first = workshop.trained(tiny(corpus))
+    assert steps_of(workshop, "tiny-seed-0") == [1, 2, 3, 4, 5, 6] and told == ["tiny-seed-0: step 6 of 6"] * 2
+    before = (first.folder.metrics.stat().st_mtime_ns, first.folder.metrics.read_bytes())
+    second = workshop.trained(tiny(corpus))
+    assert (second.folder.metrics.stat().st_mtime_ns, second.folder.metrics.read_bytes()) == before
+    assert second.step == first.step and len(told) == 2
+
+
+def test_a_half_done_run_goes_on(workshop, corpus):
+    config = tiny(corpus)
+    train(config, RunFolder(workshop.runs / "tiny-seed-0"), max_steps=2)
+    assert not workshop.has(config)
+    workshop.trained(config)
+    assert steps_of(workshop, "tiny-seed-0") == [1, 2, 3, 4, 5, 6] and workshop.has(config)
+
+
+def test_another_configuration_is_refused(workshop, corpus):
+    workshop.trained(tiny(corpus))
+    with pytest.raises(ValueError, match=r"another configuration .* \(optimiser.lr is 0.01 there and 0.02 here\)"):
+        workshop.trained(tiny(corpus, optimiser={"lr": 2e-2}))
+
+
+def test_the_place_of_the_data_makes_no_difference(workshop, corpus, tmp_path):
+    workshop.trained(tiny(corpus, expected_time="a second"))
+    moved = shutil.copytree(corpus, tmp_path / "moved")
+    run = workshop.trained(tiny(str(moved)))
+    assert run.config.data.source == str(moved)
+    assert workshop.tested(run)["num_tokens"] > 0
+
+
+def test_other_data_is_refused(workshop, corpus, tmp_path):
+    workshop.trained(tiny(corpus))
+    other = make_corpus(tmp_path / "other", make_text(90))
+    with pytest.raises(ValueError, match="tiny-seed-0 was trained on other data"):
+        workshop.trained(tiny(other))
+
+
+def test_seeds_that_may_be_trained_and_those_that_are(workshop, corpus):
+    config = tiny(corpus)
+    workshop.trained(replace(config, seed=2))
+    assert [c.seed for c in workshop.seeds_of(config, (0, 1, 2))] == [0, 1, 2]
+    only = replace(workshop, seeds=(1,))
+    assert [c.seed for c in only.seeds_of(config, (0, 1, 2))] == [1, 2]
+
+
+def test_what_is_missing_is_named(workshop):
+    with pytest.raises(ValueError, match="this row needs ptb: run `deqkit data prepare ptb"):
+        workshop.recipe("ptb-mini", corpus="ptb")
+    with pytest.raises(ValueError, match="did you mean 'ptb-mini'"):
+        workshop.recipe("ptb-mimi")
+
+
+def test_a_recipe_gets_its_corpus(workshop, tmp_path):
+    (tmp_path / "ptb").mkdir()
+    (tmp_path / "ptb" / "manifest.json").write_text("{}")
+    config = replace(workshop, data=tmp_path).recipe("ptb-mini", corpus="ptb")
+    assert Path(config.data.source) == tmp_path / "ptb"
