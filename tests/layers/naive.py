@@ -67,9 +67,8 @@ def _transformer_sample(
                 if config.local_size and distance >= config.local_size:
                     continue
                 k, v = qkv[j][inner : 2 * inner][own], qkv[j][2 * inner :][own]
-                r = (cell.position.weight @ code(distance, width))[own]
-                score = (q + cell.content_bias[h]) @ k + (q + cell.position_bias[h]) @ r
-                exps.append((score / math.sqrt(head_width)).exp())
+                score = (q + cell.content_bias[h]) @ k / math.sqrt(head_width)
+                exps.append((score + _positional(cell, q, h, distance, own)).exp())
                 values.append(v * masks["keep"][h, i, j] if "keep" in masks else v)
             attended.append(sum(e * v for e, v in zip(exps, values, strict=True)) / sum(exps))
         out = cell.project.weight @ torch.cat(attended) + cell.project.bias
@@ -80,6 +79,14 @@ def _transformer_sample(
         h_D = h_D + out * masks.get("feed_forward_out", torch.ones(width, dtype=torch.float64))
         outputs.append(h_D if pre_norm else layer_norm(h_D))
     return torch.stack(outputs)
+
+
+def _positional(cell: TransformerCell, q: Tensor, head: int, distance: int, own: slice) -> Tensor:
+    if cell.distance_bias is not None:
+        return cell.distance_bias[head, min(distance, cell.distance_bias.shape[1] - 1)]
+    assert cell.position is not None and cell.position_bias is not None
+    r = (cell.position.weight @ code(distance, cell.config.width))[own]
+    return (q + cell.position_bias[head]) @ r / math.sqrt(len(r))
 
 
 def injected(cell: TrellisCell, x_BTD: Tensor, past_x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -22,6 +22,9 @@ CASES: dict[str, dict[str, Any]] = {
     "local": {"local_size": 2},
     "only-itself": {"local_size": 1},
     "window-beyond-all": {"local_size": 50},
+    "learned": {"positions": "learned", "num_distances": 20},
+    "learned-few": {"positions": "learned", "num_distances": 3},
+    "learned-local": {"positions": "learned", "num_distances": 2, "local_size": 3},
 }
 cases = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 norms = pytest.mark.parametrize("pre_norm", [False, True], ids=["post", "pre"])
@@ -47,7 +50,25 @@ def inputs(cell: TransformerCell, *, batch: int = 2, length: int = 4, past: int 
 def test_is_the_attention_of_transformer_xl(options, pre_norm, length, past):
     cell = make(pre_norm=pre_norm, **options)
     z, u, memory = inputs(cell, length=length, past=past)
-    torch.testing.assert_close(cell(z, u, memory), naive.transformer(cell, z, u, memory), rtol=1e-10, atol=1e-10)
+    expected = naive.transformer(cell, z, u, memory)
+    torch.testing.assert_close(cell(z, u, memory), expected, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():  # another kernel
+        torch.testing.assert_close(cell(z, u, memory), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_learned_distances_begin_with_a_head_that_sees_its_own_position_and_one_that_sees_all_alike():
+    bias_HN = TransformerCell(
+        TransformerConfig(width=8, num_heads=4, hidden_width=8, positions="learned", num_distances=9)
+    ).distance_bias
+    assert bias_HN is not None and bias_HN.shape == (4, 9)
+    expected = -torch.tensor([[3.0], [0.6], [0.12], [0.0]]) * torch.arange(9)
+    torch.testing.assert_close(bias_HN.detach(), expected)
+
+
+@pytest.mark.parametrize("options", [{"positions": "absolute"}, {"positions": "learned", "num_distances": 0}])
+def test_positions_that_are_not_understood(options):
+    with pytest.raises(ValueError, match="positions|num_distances"):
+        TransformerConfig(width=8, num_heads=4, hidden_width=8, **options)
 
 
 @cases

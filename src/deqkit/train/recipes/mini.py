@@ -1,0 +1,186 @@
+"""Language models that two cores can train in an hour or two, and the demo."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from deqkit.adjoint import Implicit
+from deqkit.layers import RecurrentConfig, TransformerConfig, TrellisConfig, VocabularyConfig
+from deqkit.model import ModelConfig
+from deqkit.model.paper import PTB_WORDS
+from deqkit.solve import Anderson, Broyden, Tolerance
+from deqkit.train.config import DataConfig, DeviceConfig, OptimiserConfig, RegulariserConfig, TrainConfig
+from deqkit.train.recipes.counterparts import baseline, layers, num_cell_parameters
+
+WIKITEXT2_WORDS = 33_278
+
+
+def demo() -> TrainConfig:
+    """A small DEQ-Transformer on the embedded corpus, or on any text."""
+    return TrainConfig(
+        recipe="demo",
+        model=_mini_model(VocabularyConfig(size=2048, embedding_width=96), width=96, hidden_width=384),
+        data=DataConfig(batch=16, length=64, fit_vocabulary=True),
+        optimiser=OptimiserConfig(name="adamw", lr=5e-3, betas=(0.9, 0.98), clip=0.5, warmup_steps=30, floor=0.03),
+        devices=DeviceConfig(warmup_steps=150),
+        regulariser=RegulariserConfig(spectral=0.02),
+        steps=300,
+        eval_every=100,
+        checkpoint_every=100,
+        expected_time="1 minute on two cores",
+    )
+
+
+def text() -> TrainConfig:
+    """A DEQ-Transformer on your own text: pass --data.source with a prepared folder or a text file."""
+    config = _mini(VocabularyConfig(size=8192, embedding_width=160), "text", "")
+    return replace(config, data=replace(config.data, fit_vocabulary=True))
+
+
+def ptb_mini() -> TrainConfig:
+    """A DEQ-Transformer with two million parameters on Penn Treebank."""
+    return _mini(VocabularyConfig(size=PTB_WORDS, embedding_width=160, cutoffs=(2_000,)), "ptb-mini", "")
+
+
+def wikitext_2_mini() -> TrainConfig:
+    """A DEQ-Transformer with six million parameters on WikiText-2."""
+    vocabulary = VocabularyConfig(size=WIKITEXT2_WORDS, embedding_width=160, cutoffs=(2_000, 10_000))
+    return _mini(vocabulary, "wikitext-2-mini", "")
+
+
+def ptb_mini_lstm() -> TrainConfig:
+    """An LSTM on Penn Treebank, with as many parameters as ptb-mini."""
+    return _mini_lstm(ptb_mini())
+
+
+def wikitext_2_mini_lstm() -> TrainConfig:
+    """An LSTM on WikiText-2, with as many parameters as wikitext-2-mini."""
+    return _mini_lstm(wikitext_2_mini())
+
+
+def wt103_transformer_mini() -> TrainConfig:
+    """A DEQ-Transformer with adaptive embedding, five million parameters, on WikiText-103."""
+    vocabulary = VocabularyConfig(size=267_735, embedding_width=160, cutoffs=(4_000, 40_000), div_val=4)
+    return _mini(vocabulary, "wt103-deq-transformer-mini", "")
+
+
+def ptb_trellis_mini() -> TrainConfig:
+    """A DEQ-TrellisNet on Penn Treebank."""
+    return _trellis_mini(VocabularyConfig(size=PTB_WORDS, embedding_width=160, cutoffs=(2_000,)))
+
+
+def wt103_trellis_mini() -> TrainConfig:
+    """A DEQ-TrellisNet on WikiText-103."""
+    vocabulary = VocabularyConfig(size=267_735, embedding_width=48, cutoffs=(4_000, 40_000))
+    return replace(_trellis_mini(vocabulary), recipe="wt103-deq-trellisnet-mini")
+
+
+def untied(config: TrainConfig, depth: int) -> TrainConfig:
+    """Untied layers that together have the parameters of the one cell: narrower heads and hidden layers."""
+    untied = layers(config, depth, tied=False)
+    cell: Any = replace(untied.model.cell, head_width=16, hidden_width=1)
+    size = num_cell_parameters(config.model)
+    smallest = num_cell_parameters(replace(untied.model, cell=cell))
+    one_more = depth * (2 * cell.width + 1)  # a hidden unit in every layer: a row, a column and a bias
+    cell = replace(cell, hidden_width=1 + round((size - smallest) / one_more))
+    return replace(untied, model=replace(untied.model, cell=cell))
+
+
+def _mini_lstm(config: TrainConfig) -> TrainConfig:
+    """One layer, as wide as leaves the number of parameters as it is."""
+    width = config.model.vocabulary.embedding_width
+    num_rest = num_cell_parameters(config.model)
+    # 4 h (width + h) weights and 8 h biases of the gates, then a map back to the width of the table: (h + 1) width
+    half = (5 * width + 8) / 8
+    hidden_width = round(math.sqrt(half**2 + (num_rest - width) / 4) - half)
+    cell = RecurrentConfig(unit="lstm", input_width=width, hidden_width=hidden_width, output_width=width)
+    lstm = baseline(
+        config,
+        cell,
+        f"{config.recipe}-lstm",
+        optimiser=replace(config.optimiser, lr=6e-3),
+        expected_time="15 minutes on two cores",
+    )
+    return replace(lstm, model=replace(lstm.model, mem_len=1, input_dropout=0.25, output_dropout=0.2))
+
+
+def longer(config: TrainConfig) -> TrainConfig:
+    """The best that two cores reach in about two hours: five times the steps, against which dropout must hold."""
+    model = config.model
+    if isinstance(model.cell, TransformerConfig):
+        cell = replace(model.cell, dropout=0.2, hidden_dropout=0.2)
+        model = replace(model, cell=cell, input_dropout=0.3, output_dropout=0.3)
+    else:
+        model = replace(model, input_dropout=0.5, output_dropout=0.4)
+    devices = replace(config.devices, warmup_steps=5 * config.devices.warmup_steps)
+    return replace(
+        config,
+        recipe=f"{config.recipe}-long",
+        model=model,
+        devices=devices,
+        steps=5 * config.steps,
+        eval_every=5 * config.eval_every,
+        expected_time="2 hours on two cores",
+    )
+
+
+def _mini_model(vocabulary: VocabularyConfig, *, width: int, hidden_width: int) -> ModelConfig:
+    return ModelConfig(
+        vocabulary=vocabulary,
+        cell=TransformerConfig(
+            width=width,
+            num_heads=4,
+            hidden_width=hidden_width,
+            positions="learned",
+            num_distances=128,
+            dropout=0.1,
+            hidden_dropout=0.1,
+            init_std=None,
+        ),
+        mem_len=64,
+        input_dropout=0.1,
+        output_dropout=0.1,
+        solver=Broyden(memory=5, group="prefix"),
+        tol=Tolerance(rtol=2e-2),
+        max_steps=14,
+        eval_tol=Tolerance(rtol=2e-2),
+        eval_max_steps=30,
+        adjoint=Implicit(solver=Anderson(), tol=Tolerance(rtol=5e-2), max_steps=10),
+    )
+
+
+def _mini(vocabulary: VocabularyConfig, name: str, source: str) -> TrainConfig:
+    return TrainConfig(
+        recipe=name,
+        model=_mini_model(vocabulary, width=160, hidden_width=800),
+        data=DataConfig(source=source, batch=32, length=64, eval_batch=32),
+        optimiser=OptimiserConfig(name="adamw", lr=4e-3, betas=(0.9, 0.98), clip=0.5, warmup_steps=60, floor=0.03),
+        devices=DeviceConfig(warmup_steps=1_500),
+        regulariser=RegulariserConfig(spectral=0.02),
+        steps=2_400,
+        eval_every=300,
+        checkpoint_every=100,
+        expected_time="half an hour on two cores",
+    )
+
+
+def _trellis_mini(vocabulary: VocabularyConfig) -> TrainConfig:
+    """Solved in short pieces: the state travels one position per application, so a piece of 8 positions needs some 15
+    evaluations where all 64 at once need 70, and both give the same equilibrium."""
+    width = vocabulary.embedding_width
+    config = _mini(vocabulary, "ptb-deq-trellisnet-mini", "")
+    model = replace(
+        config.model,
+        cell=TrellisConfig(
+            input_width=width, hidden_width=40, output_width=width, hidden_dropout=0.1, normalise="weight"
+        ),
+        mem_len=1,
+        subsequences=8,
+        solver=Broyden(memory=2, group="prefix"),
+        max_steps=30,
+        adjoint=Implicit(solver=Anderson(memory=2), tol=Tolerance(rtol=5e-2), max_steps=20),
+    )
+    devices = DeviceConfig(warmup_depth=10, warmup_steps=700)
+    return replace(config, model=model, devices=devices, regulariser=RegulariserConfig(), steps=1_000, eval_every=200)
