@@ -9,7 +9,7 @@ import torch
 
 from deqkit.model import SequenceModel, num_parameters
 from deqkit.paper import copy_memory, language
-from deqkit.paper.measure import COLUMNS, Contender, compare, measure, spread, table
+from deqkit.paper.measure import COLUMNS, Contender, compare, measure, spread, table, verdict_of
 from deqkit.paper.workshop import Workshop
 from deqkit.train.recipes import layers
 from deqkit.train.tasks import make_task
@@ -72,10 +72,26 @@ def test_a_comparison_over_seeds(workshop, corpus):
     assert all(len(row) == len(COLUMNS) for row in rows) and rows[0][2] == "0, 1" and rows[1][9] == "-"
 
 
-def test_no_seed_at_all_is_an_error(workshop, corpus):
-    contenders = [Contender(label="one", config=lambda workshop: equilibrium(corpus), seeds=(5,))]
-    with pytest.raises(ValueError, match="no run of tiny: --seeds leaves out all of"):
+def test_too_little_to_compare_is_an_error(workshop, corpus):
+    contenders = [
+        Contender(label="one", config=lambda workshop: equilibrium(corpus), seeds=(5,)),
+        Contender(label="other", config=lambda workshop: stack(corpus), seeds=(5, 7)),
+    ]
+    with pytest.raises(ValueError, match="leaves too little of one, other to compare"):
         compare(replace(workshop, seeds=(7,)), contenders)
+
+
+def test_with_a_contender_missing_a_claim_can_fail_but_not_hold(workshop, corpus):
+    contenders = [
+        Contender(label="one", config=lambda workshop: equilibrium(corpus)),
+        Contender(label="other", config=lambda workshop: stack(corpus)),
+        Contender(label="third", config=lambda workshop: stack(corpus), seeds=(5,)),
+    ]
+    found = compare(replace(workshop, seeds=(0,)), contenders)
+    assert [one["label"] for one in found] == ["one", "other"]
+    assert verdict_of(True, contenders, found) == (None, " Not trained: third.")
+    assert verdict_of(False, contenders, found)[0] is False
+    assert verdict_of(True, contenders[:2], found) == (True, "")
 
 
 def test_rows_of_the_language_models(workshop, corpus, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 
 from deqkit.layers import RecurrentConfig
 from deqkit.paper.claim import Claim, Outcome
-from deqkit.paper.measure import Contender, bars, compare, describe_runs, spread, table
+from deqkit.paper.measure import Contender, bars, compare, describe_runs, spread, table, verdict_of
 from deqkit.paper.subjects import trellis_demo
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Broyden, Tolerance
@@ -41,7 +41,7 @@ def unigram_perplexity(config: TrainConfig) -> float:
     return float(np.exp(-np.log(counts / counts.sum())[task.corpus.split("test")].mean()))
 
 
-def _judged(holds: bool, found: Sequence[dict[str, Any]], unigram: float) -> tuple[bool | None, str]:
+def _judged(holds: bool | None, found: Sequence[dict[str, Any]], unigram: float) -> tuple[bool | None, str]:
     """No verdict on models that have learned no more than frequencies."""
     learned = all(one["highest"] < unigram for one in found)
     told = f" Word frequencies alone give {unigram:.0f}"
@@ -50,17 +50,19 @@ def _judged(holds: bool, found: Sequence[dict[str, Any]], unigram: float) -> tup
 
 def small_models(workshop: Workshop, *, contenders: Sequence[Contender], text: str) -> Outcome:
     found = compare(workshop, contenders)
-    deq, tied, untied = found
+    deq, *others = found
     unigram = unigram_perplexity(contenders[0].config(workshop))
-    holds, told = _judged(deq["test"] <= min(tied["test"], untied["test"]), found, unigram)
-    order = "the order of the paper" if deq["test"] <= tied["test"] <= untied["test"] else "not the paper's order"
+    lowest, missing = verdict_of(all(deq["test"] <= one["test"] for one in others), contenders, found)
+    holds, told = _judged(lowest, found, unigram)
+    tests = [one["test"] for one in found]
+    order = "the order of the paper" if tests == sorted(tests) else "not the paper's order"
     return Outcome(
         measured=_perplexities(found),
         scale=f"{text}; {describe_runs(found)}",
         holds=holds,
         numbers=_numbers(found, unigram),
-        remark=f"Asked: the DEQ has the lowest mean; all three together are in {order}. The same data, batches, steps "
-        f"and learning rates for all. {_overlap(deq, found)}{told}",
+        remark=f"Asked: the DEQ has the lowest mean; all together are in {order}.{missing} The same data, batches, "
+        f"steps and learning rates for all. {_overlap(deq, found)}{told}",
     )
 
 

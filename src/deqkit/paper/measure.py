@@ -103,15 +103,32 @@ def _training(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
 
 
 def compare(workshop: Workshop, contenders: Sequence[Contender]) -> list[dict[str, Any]]:
-    """Measure every contender with its seeds."""
+    """Measure every contender with its seeds; those of which no seed may be trained, and none is there, are left out.
+
+    Raises:
+        ValueError: fewer than two are left to compare.
+    """
     found = []
     for contender in contenders:
         config = contender.config(workshop)
         runs = [measure(workshop, with_seed) for with_seed in workshop.seeds_of(config, contender.seeds)]
-        if not runs:
-            raise ValueError(f"no run of {config.recipe}: --seeds leaves out all of {contender.seeds}")
-        found.append({"label": contender.label, "paper": contender.paper, "runs": runs, **_over_seeds(runs)})
+        if runs:
+            found.append({"label": contender.label, "paper": contender.paper, "runs": runs, **_over_seeds(runs)})
+    if len(found) < 2 or found[0]["label"] != contenders[0].label:
+        names = ", ".join(contender.label for contender in contenders)
+        raise ValueError(f"--seeds {workshop.seeds} leaves too little of {names} to compare: allow more seeds")
     return found
+
+
+def verdict_of(
+    holds: bool, contenders: Sequence[Contender], found: Sequence[dict[str, Any]]
+) -> tuple[bool | None, str]:
+    """What can be said when some contenders are missing: that a claim fails, but not that it holds."""
+    labels = [one["label"] for one in found]
+    missing = [contender.label for contender in contenders if contender.label not in labels]
+    if not missing:
+        return holds, ""
+    return (None if holds else False), f" Not trained: {', '.join(missing)}."
 
 
 def _over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

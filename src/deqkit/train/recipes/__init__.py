@@ -28,6 +28,8 @@ from deqkit.train.recipes.mini import (
 )
 from deqkit.train.recipes.paper_sizes import paper_layers, ptb_trellis, wt103_transformer, wt103_trellis
 
+__all__ = ["RECIPES", "demo", "layers"]
+
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "demo": demo,
     "demo-tied-12": lambda: layers(demo(), 12, tied=True),
