@@ -12,7 +12,10 @@ from deqkit.paper.rows import CLAIMS, PARTS, find
 from deqkit.paper.workshop import Workshop
 from deqkit.train.recipes import RECIPES
 
-PLACES = [f"table {n}" for n in (1, 2, 3, 4)] + ["figure 1", "appendix D", "appendix E", "appendix F"]
+PLACES = [f"table {n}" for n in (1, 2, 3, 4)] + [
+    *(f"figure {n}" for n in (1, 2, 3, 4)),
+    *(f"appendix {letter}" for letter in "ADEF"),
+]
 PLACES += [f"theorem {n}" for n in (1, 2, 3)] + ["left", "right"]  # of the figures with two panels
 
 

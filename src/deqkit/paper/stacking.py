@@ -1,4 +1,4 @@
-"""Solving against stacking: figure 3, right, and appendix D."""
+"""Solving against stacking: figure 2, right, and appendix D."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def _panel(of: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 CLAIMS: tuple[Claim, ...] = (
     at_both_scales(
         figure_3_right,
-        row="figure-3-right",
-        where="figure 3, right",
+        row="figure-2-right",
+        where="figure 2, right",
         claim="Broyden's method finds the equilibrium of a trained DEQ in fewer steps than stacked layers take to come "
         "to rest, which may oscillate",
         paper="a plot",
@@ -150,7 +150,7 @@ CLAIMS: tuple[Claim, ...] = (
     at_both_scales(
         appendix_d,
         row="appendix-d",
-        where="appendix D, figure 5",
+        where="appendix D, figure 4",
         claim="tied stacks tend to a fixed point as they get deeper, transformers in oscillations; quasi-Newton "
         "methods find that point more easily",
         paper="two plots, T = 100, 200, 400, 800",

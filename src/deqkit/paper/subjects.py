@@ -82,6 +82,7 @@ def trellis_demo() -> TrainConfig:
         vocabulary=replace(config.model.vocabulary, embedding_width=width),
         cell=cell,
         mem_len=1,
+        subsequences=8,
         solver=Broyden(memory=2, group="prefix"),
         max_steps=30,
         adjoint=Implicit(solver=Anderson(memory=2), tol=Tolerance(rtol=5e-2), max_steps=20),
@@ -90,11 +91,11 @@ def trellis_demo() -> TrainConfig:
         config,
         recipe="demo-trellisnet",
         model=model,
-        devices=DeviceConfig(warmup_depth=10, warmup_steps=80),
+        devices=DeviceConfig(warmup_depth=10, warmup_steps=200),
         regulariser=RegulariserConfig(),
-        steps=120,
-        eval_every=120,
-        checkpoint_every=120,
+        steps=300,
+        eval_every=300,
+        checkpoint_every=300,
     )
 
 

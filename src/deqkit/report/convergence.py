@@ -1,4 +1,4 @@
-"""How the trained model's solve converges, against applying its cell again and again (the paper's figure 3, right)."""
+"""How the trained model's solve converges, against applying its cell again and again (the paper's figure 2, right)."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def sweep(
     on_point: Any = None,
 ) -> list[dict[str, Any]]:
     """The figures against the tolerance, with the configuration's step limit, and against the step limit, solved to
-    that limit: the paper's figure 4."""
+    that limit: the paper's figure 3."""
     points: list[dict[str, Any]] = []
     runs: list[tuple[str, float, dict[str, Any]]] = []
     runs += [("tolerance", value, {"tol": Tolerance(rtol=value)}) for value in tolerances]

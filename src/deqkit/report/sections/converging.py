@@ -1,4 +1,4 @@
-"""The trained model's solve against plain stacking (the paper's figure 3, right, and the appendix's figure)."""
+"""The trained model's solve against plain stacking (the paper's figure 2, right, and the appendix's figure)."""
 
 from __future__ import annotations
 

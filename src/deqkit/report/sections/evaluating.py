@@ -1,4 +1,4 @@
-"""What `deqkit eval` found: figures by split, and quality against tolerance and step limit (the paper's figure 4)."""
+"""What `deqkit eval` found: figures by split, and quality against tolerance and step limit (the paper's figure 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solver through training: steps, residuals, failures and the gradient's error (the paper's figure 3, left)."""
+"""The solver through training: steps, residuals, failures and the gradient's error (the paper's figure 2, left)."""
 
 from __future__ import annotations
 
