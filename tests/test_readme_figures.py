@@ -1,10 +1,13 @@
-"""Every figure in the README's table is the one in the results file that the command beside it wrote."""
+"""Every figure in the README's tables, and in docs/performance.md, is the one in the results file of its command."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+
+from deqkit.paper.rows import find
+from deqkit.paper.run import read_best, verdict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "bench_solvers.json"
@@ -56,3 +59,51 @@ def test_memory_row(row):
     peaks = [f"{results['bytes'][name]['peak'] / 2**20:,.0f}" for name in row[:2]]
     paper = "-" if measured["paper_ratio"] is None else f"{measured['paper_ratio']:.2f}"
     assert row[2:] == (*peaks, f"{measured['ratio']:.2f}", paper)
+
+
+PAPER_ROW = re.compile(
+    r"^\| \[(\S+)\]\(docs/paper\.md#\1\) \| (.+?) \| (.+?) \| \*\*(.+?)\*\* \((.+?)\) \|$", re.MULTILINE
+)
+
+
+def paper_rows() -> list[tuple[str, ...]]:
+    return PAPER_ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_the_rows_of_the_paper_are_there():
+    assert len(paper_rows()) >= 5
+
+
+@pytest.mark.parametrize("row", paper_rows(), ids=lambda row: row[0])
+def test_paper_row(row):
+    name, paper, measured, told, length = row
+    result = read_best(ROOT / "results")[name]
+    (claim,) = find([name])
+    assert (paper, measured, told) == (claim.paper, result["measured"], verdict(result))
+    assert length == ("at full length" if result["full"] else "quick check")
+
+
+RUNTIME_ROW = re.compile(r"^\| (\w+ \w+ layers) \| (\w+) \| (\S+)x \| (\S+) to (\S+) \|$", re.MULTILINE)
+
+
+def test_ratios_of_runtime():
+    results = json.loads((ROOT / "results" / "bench_runtime.json").read_text(encoding="utf-8"))["comparison"]
+    rows = RUNTIME_ROW.findall((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
+    assert len(rows) == 4
+    for model, phase, *figures in rows:
+        measured = results[phase]["ratios"][model]
+        assert figures == [f"{measured[name]:.2f}" for name in ("ratio", "low", "high")]
+
+
+GENERATION_ROW = re.compile(r"^\| (\w[\w ]+) \| (\d+) \| (\S+) \|$", re.MULTILINE)
+
+
+def test_speed_of_generation():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "results" / "bench_generate.json").read_text(encoding="utf-8"))
+    rows = GENERATION_ROW.findall(text[text.index("<!-- generation -->") : text.index("<!-- end generation -->")])
+    assert [row[0] for row in rows] == [way["way"] for way in results["rows"]]
+    for (_, speed, evals), way in zip(rows, results["rows"], strict=True):
+        assert (speed, evals) == (f"{way['tokens_per_second']:.0f}", f"{way['evaluations_per_token']:.1f}")
+    for ratio in results["summary"]:
+        assert f"{ratio['value']:.1f} times" in text

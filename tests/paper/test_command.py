@@ -56,7 +56,7 @@ def test_all_quick_rows(cheap, paper, tmp_path):
     status, out, _ = paper()
     assert status == 0
     assert "cheap (table 9): does not hold" in out and "41 of 42" in out and "tried twice" in out
-    assert "0 hold, 1 do not, 1 not measured" in out and "Only at full length: long-only" in out
+    assert "0 hold, 1 do not, 0 open, 1 not measured" in out and "Only at full length: long-only" in out
     found = json.loads((tmp_path / "results" / "paper_quick.json").read_text())["rows"]
     assert set(found) == {"cheap", "quick-only"}
     assert found["cheap"]["holds"] is False and found["cheap"]["numbers"] == {"a": 1}
@@ -110,7 +110,7 @@ def test_the_list_names_every_row(paper):
 
 def test_a_quick_row_end_to_end_and_the_document(paper, tmp_path):
     status, out, _ = paper("task-copy-memory", "table-2-parameters")
-    assert status == 0 and "2 hold, 0 do not, 0 not measured" in out
+    assert status == 0 and "2 hold, 0 do not, 0 open, 0 not measured" in out
     status, out, _ = paper("--list", "task-copy-memory")
     assert "holds" in out
     status, out, _ = paper("--document")

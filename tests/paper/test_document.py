@@ -9,7 +9,7 @@ import pytest
 from deqkit.paper.document import compose, write
 from deqkit.paper.figures import draw, panels_of
 from deqkit.paper.rows import CLAIMS
-from deqkit.paper.run import read_best, save_full, save_quick
+from deqkit.paper.run import read_best, save_full, save_quick, verdict
 
 ROOT = Path(__file__).parents[2]
 HEADER = {"date": "2026-01-02T03:04:05+00:00", "commit": "0123456789abcdef", "seed": 0, "config": {}}
@@ -44,7 +44,7 @@ def test_every_row_is_in_it_without_any_result(tmp_path):
     text = compose(tmp_path).text
     for claim in CLAIMS:
         assert f"\n### {claim.row}\n" in text and f"[{claim.row}](#{claim.row})" in text
-    assert f"{len(CLAIMS)} rows: 0 hold, 0 do not, {len(CLAIMS)} are not measured here." in text
+    assert f"{len(CLAIMS)} rows: 0 hold, 0 do not, 0 are open, {len(CLAIMS)} are not measured here." in text
 
 
 def test_full_length_wins_and_the_quick_check_is_told(tmp_path):
@@ -103,3 +103,10 @@ def test_every_link_of_the_document_leads_somewhere():
     text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\((figures/[^)]+)\)", text):
         assert (ROOT / "docs" / target).exists()
+
+
+def test_what_was_measured_in_part_is_open():
+    part = {"measured": "116.4 against 116.7", "holds": None}
+    assert verdict(part) == "open"
+    assert verdict({**part, "measured": "not measured: days on several GPUs"}) == "not measured"
+    assert verdict(None) == "not measured" and verdict({**part, "holds": False}) == "does not hold"

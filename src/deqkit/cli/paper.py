@@ -100,7 +100,7 @@ class Paper(Command):
             table.add_column("last verdict")
             chosen = [claim for claim in part.claims if claim in claims]
             for claim in chosen:
-                last = verdict(best[claim.row]["holds"]) if claim.row in best else "-"
+                last = verdict(best[claim.row]) if claim.row in best else "-"
                 full = claim.full_time or "yes" if claim.full else "elsewhere" if claim.elsewhere else "-"
                 table.add_row(claim.row, claim.where, claim.claim, full, last)
             if chosen:
@@ -128,7 +128,7 @@ def _console() -> Console:
 def _print_result(claim: Claim, result: Result) -> None:
     console = _console()
     console.print(
-        f"[bold]{claim.row}[/bold] ({claim.where}): {verdict(result['holds'])} [{result['seconds']:.0f} s]",
+        f"[bold]{claim.row}[/bold] ({claim.where}): {verdict(result)} [{result['seconds']:.0f} s]",
         highlight=False,
         soft_wrap=True,
     )
@@ -140,19 +140,19 @@ def _print_result(claim: Claim, result: Result) -> None:
 def _table(claims: list[Claim], results: dict[str, Result]) -> Table:
     table = Table(title="the paper, claim by claim", **STYLE)
     table.add_column("row", no_wrap=True)
-    for name in ("where", "claim", "paper", "measured", "holds"):
+    for name in ("where", "claim", "paper", "measured", "verdict"):
         table.add_column(name, overflow="fold")
     for claim in claims:
         result = results[claim.row]
-        holds = {True: "yes", False: "NO", None: "not measured"}[result["holds"]]
-        table.add_row(claim.row, claim.where, claim.claim, claim.paper, result["measured"], holds)
+        cells = (claim.row, claim.where, claim.claim, claim.paper, result["measured"], verdict(result))
+        table.add_row(*cells)
     return table
 
 
 def _count(results: dict[str, Result]) -> str:
-    verdicts = [result["holds"] for result in results.values()]
+    verdicts = [verdict(result) for result in results.values()]
     minutes = sum(result["seconds"] for result in results.values()) / 60
     return (
-        f"{verdicts.count(True)} hold, {verdicts.count(False)} do not, {verdicts.count(None)} not measured; "
-        f"{minutes:.1f} minutes"
+        f"{verdicts.count('holds')} hold, {verdicts.count('does not hold')} do not, {verdicts.count('open')} open, "
+        f"{verdicts.count('not measured')} not measured; {minutes:.1f} minutes"
     )

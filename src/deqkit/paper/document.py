@@ -75,13 +75,13 @@ def write(results: Path, docs: Path) -> list[Path]:
 
 
 def _summary(best: Mapping[str, Result]) -> Iterator[str]:
-    verdicts = [verdict(best[claim.row]["holds"] if claim.row in best else None) for claim in CLAIMS]
-    counts = {text: verdicts.count(text) for text in ("holds", "does not hold", "not measured")}
+    verdicts = [verdict(best.get(claim.row)) for claim in CLAIMS]
+    counts = {text: verdicts.count(text) for text in ("holds", "does not hold", "open", "not measured")}
     yield "## All rows"
     yield ""
     yield (
-        f"{len(CLAIMS)} rows: {counts['holds']} hold, {counts['does not hold']} do not, {counts['not measured']} are "
-        "not measured here."
+        f"{len(CLAIMS)} rows: {counts['holds']} hold, {counts['does not hold']} do not, {counts['open']} are open, "
+        f"{counts['not measured']} are not measured here."
     )
     yield ""
     for part in PARTS:
@@ -93,7 +93,7 @@ def _summary(best: Mapping[str, Result]) -> Iterator[str]:
             result = best.get(claim.row)
             here = "-" if result is None else result["measured"]
             length = "" if result is None or result["holds"] is None else f" ({_length(result)})"
-            told = verdict(None if result is None else result["holds"])
+            told = verdict(result)
             cells = (f"[{claim.row}](#{claim.row})", claim.claim, claim.paper, here, f"**{told}**{length}")
             yield f"| {' | '.join(map(_cell, cells))} |"
         yield ""
@@ -109,7 +109,7 @@ def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterato
         yield f"- Here: **not measured** so far{_why_not(claim)}"
     else:
         yield f"- Here: {result['measured']}"
-        yield f"- Verdict: **{verdict(result['holds'])}**, {_length(result)}"
+        yield f"- Verdict: **{verdict(result)}**, {_length(result)}"
         yield f"- Scale: {result['scale'] or '-'}"
     yield f"- Command: {_commands(claim)}"
     if claim.elsewhere:
@@ -117,7 +117,7 @@ def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterato
     if result is not None:
         yield f"- Measured: {_provenance(result)}"
         if result["full"] and quick is not None:
-            yield f"- Quick check: {verdict(quick['holds'])}: {quick['measured']}"
+            yield f"- Quick check: {verdict(quick)}: {quick['measured']}"
     yield ""
     if result is not None:
         yield from _details(claim, result)

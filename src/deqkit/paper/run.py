@@ -10,6 +10,7 @@ from typing import Any
 from deqkit.analysis.results import results_header, write_results
 from deqkit.paper.claim import Claim, unmeasured
 from deqkit.paper.workshop import Workshop
+from deqkit.train.loop import TrainingError
 
 QUICK_FILE = "paper_quick.json"
 FULL_FOLDER = "paper"
@@ -17,7 +18,7 @@ Result = dict[str, Any]
 
 
 def check(claim: Claim, workshop: Workshop, *, full: bool) -> Result:
-    """Run one check. What it lacks (data, a file) is its outcome; any other error is a bug and passes through.
+    """Run one check. What it lacks (data, a file) and a training that fails are its outcome; any other error is a bug.
 
     Raises:
         ValueError: there is no such check of this claim.
@@ -28,7 +29,7 @@ def check(claim: Claim, workshop: Workshop, *, full: bool) -> Result:
     began = time.perf_counter()
     try:
         outcome = work(workshop)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TrainingError) as error:
         outcome = unmeasured(" ".join(str(error).split()))
     return {
         **results_header(benchmark=f"paper {claim.row}", seed=0, config={"full": full}),
@@ -75,5 +76,8 @@ def read_best(folder: Path) -> dict[str, Result]:
     return {**read_quick(folder), **full}
 
 
-def verdict(holds: bool | None) -> str:
-    return {True: "holds", False: "does not hold", None: "not measured"}[holds]
+def verdict(result: Result | None) -> str:
+    """In words; what was measured in part may be open."""
+    if result is None or result["measured"].startswith("not measured"):
+        return "not measured"
+    return {True: "holds", False: "does not hold", None: "open"}[result["holds"]]
