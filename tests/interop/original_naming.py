@@ -44,6 +44,7 @@ def original_state(model: SequenceModel, version: str, *, weight_drop: bool = Fa
     ours = {key: value.detach().clone() for key, value in model.state_dict().items()}
     if isinstance(model.config.cell, TransformerConfig):
         return _transformer(ours, version)
+    assert isinstance(model.config.cell, TrellisConfig)
     return _first_trellis(ours, model.config.cell) if version == "tnet" else _trellis(ours, version, model, weight_drop)
 
 
@@ -148,6 +149,7 @@ class Scenario:
         splits = config.vocabulary.cutoffs if config.vocabulary.div_val == 1 and config.vocabulary.cutoffs else None
         if isinstance(config.cell, TrellisConfig):
             return {"mem_len": config.mem_len, "dilation": config.cell.dilation, "splits": splits}
+        assert isinstance(config.cell, TransformerConfig)
         cell = {"pre_norm": config.cell.pre_norm, "local_size": config.cell.local_size}
         return {"mem_len": config.mem_len, "splits": splits, **cell}
 

@@ -108,6 +108,7 @@ def test_remember_keeps_the_end_of_memory_and_segment(past):
     whole = torch.cat([memory.z_BMD, z], 1), torch.cat([memory.u_BMG, u], 1)
     for limit in (None, 0, 1, 4, 5, past + 4, 100):
         kept = cell.remember(memory, z, z, u, limit)
+        assert isinstance(kept, TransformerMemory)
         start = 0 if limit is None else max(0, past + 4 - limit)
         assert torch.equal(kept.z_BMD, whole[0][:, start:]) and torch.equal(kept.u_BMG, whole[1][:, start:])
         for part in kept:  # not a window on a longer tensor, which would stay in memory with it

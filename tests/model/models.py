@@ -50,7 +50,7 @@ def make(kind: str = "post", *, cell: dict[str, Any] | None = None, seed: int = 
     model = SequenceModel(config).double()
     with torch.no_grad():
         for table in model.embedding.tables:
-            table.div_(0.05 if config.cell.init_std else model.embedding.width**-0.5)
+            table.div_(0.05 if getattr(config.cell, "init_std", None) else model.embedding.width**-0.5)
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "biases.0")):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, dtype=torch.float64))
