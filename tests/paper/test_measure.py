@@ -173,3 +173,11 @@ def test_table_1(workshop):
 def test_trellis_cells_are_measured_too(workshop, corpus):
     found = measure(workshop, replace(tiny(corpus, cell=TRELLIS, model={"mem_len": 1}), recipe="tiny-trellis"))
     assert found["leak"] == 0 and found["evaluations"] > 0
+
+
+def test_a_short_copy_leaves_the_claim_about_longer_ones_open(workshop, monkeypatch):
+    monkeypatch.setattr(copy_memory, "_minutes_to", lambda workshop, run, loss: 1.0)
+    configs = {"configs": lambda workshop: [tiny("copy-memory", steps=1, data={"copy_T": 5})], "solved": 1.0}
+    assert copy_memory.longest(workshop, asked=5, **configs).holds is None
+    monkeypatch.setattr(copy_memory, "PAPER_T", 4)
+    assert copy_memory.longest(workshop, asked=5, **configs).holds is True

@@ -160,6 +160,8 @@ def longest(
         size = num_parameters(run.model).total
         found.append({"T": T, "loss": test["loss"], "minutes": minutes, "steps": run.config.steps, "parameters": size})
     lengths = [one["T"] for one in found if one["minutes"] is not None and one["minutes"] <= HOUR]
+    solves = max(lengths, default=0) >= asked
+    shows = asked > PAPER_T  # a shorter T can show that the task is not learned, but not the claim
     return Outcome(
         measured="; ".join(
             f"T = {one['T']}: test loss {one['loss']:.2g}, "
@@ -168,9 +170,10 @@ def longest(
         ),
         scale=f"DEQ-Transformer, {found[0]['parameters']:,} parameters, {found[0]['steps']:,} steps, one seed; "
         f"solved: a validation loss of at most {solved:g}",
-        holds=max(lengths, default=0) >= asked,
+        holds=None if solves and not shows else solves,
         numbers={"found": found, "longest": max(lengths, default=None)},
-        remark=f"Asked: T of at least {asked} within an hour.",
+        remark=f"Asked: T of at least {asked} within an hour."
+        + ("" if shows else f" The claim is about T above {PAPER_T}: a shorter one leaves it open."),
     )
 
 
