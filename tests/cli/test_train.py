@@ -75,6 +75,21 @@ def test_a_dry_run_keeps_nothing(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_is_at_the_equilibrium_whatever_training_begins_with(capsys):
+    early = [
+        "--devices.warmup-steps",
+        "5",
+        "--devices.early-adjoint",
+        "OneStep()",
+        "--devices.early-adjoint-steps",
+        "3",
+    ]
+    early += ["--devices.early-rtol", "0.1", "--devices.early-rtol-steps", "3"]
+    assert train("--dry-run", "--json", *early) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["evals"] > 0 and figures["backward_evals"] > 0
+
+
 def test_recipes_are_all_listed(capsys):
     assert main(["recipes", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -90,6 +90,16 @@ def test_taps_are_those_of_conv1d(kernel_size, dilation):
     close(cell(state, u), (o.sigmoid() * c.tanh(), c))
 
 
+def test_the_input_scale_is_a_factor_of_the_input():
+    x = normal(2, 5, INPUT, seed=1)
+    scaled, plain = make(kernel_size=2, input_scale=3.0), make(kernel_size=2)
+    memory = plain.remember(plain.empty_memory(x), state_of(2, 5, seed=2), x, x)
+    close([scaled.inject(x, memory)], [plain.inject(3 * x, memory._replace(x_BSD=3 * memory.x_BSD))])
+    assert not torch.allclose(scaled.inject(x, memory), plain.inject(x, memory))
+    with pytest.raises(ValueError, match="input_scale must be a positive number"):
+        make(kernel_size=2, input_scale=-1.0)
+
+
 def test_with_one_tap_back_the_equilibrium_is_an_lstm():
     """If the convolution sees only h_(t-1) and the injection only x_t, z* = f(z*) is the recurrence of nn.LSTM."""
     cell = make(kernel_size=2)

@@ -79,6 +79,11 @@ def test_contradictions_and_impossible_values_are_refused(options, words):
         {**STACK, "devices": {"random_steps": 2}},  # a stack has no step limit
         {**STACK, "devices": {"early_adjoint": OneStep(), "early_adjoint_steps": 2}},  # nor an adjoint
         {"devices": {"early_adjoint": OneStep()}},  # for no steps
+        {**STACK, "devices": {"early_rtol": 0.1, "early_rtol_steps": 2}},
+        {"devices": {"early_rtol": 0.1}},
+        {"devices": {"early_rtol": -0.1, "early_rtol_steps": 2}},
+        {"devices": {"early_rtol_steps": 2}},
+        {"model": {**STACK["model"], "start": "learned"}},  # a stack starts nowhere
     ],
     ids=str,
 )

@@ -107,6 +107,14 @@ def test_the_early_adjoint_is_used_exactly_for_its_steps(corpus, tmp_path):
     ]
 
 
+def test_the_early_tolerance_is_used_exactly_for_its_steps(corpus, tmp_path):
+    """Met by the first evaluation, however far off it is."""
+    devices = {"warmup_steps": 1, "early_rtol": 10.0, "early_rtol_steps": 2}
+    run(tiny(corpus, devices=devices), tmp_path / "run")
+    evals = [record.get("evals") for record in metrics_of(tmp_path / "run", "train")]
+    assert evals[:3] == [None, 1.0, 1.0] and min(evals[3:]) > 1
+
+
 def test_training_and_evaluation_have_tolerances_and_limits_of_their_own(corpus, tmp_path):
     never = Tolerance(rtol=0.0)
     model = {"max_steps": 5, "tol": never, "eval_max_steps": 9, "eval_tol": never, "solver": Anderson()}

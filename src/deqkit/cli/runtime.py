@@ -124,7 +124,7 @@ def _per_token(config: TrainConfig, part: dict[str, Any], phase: str) -> float:
     length = config.data.length if phase == "training" else config.data.eval_length
     if config.data.source == "copy-memory":
         length = config.data.copy_T + 20
-    return part["evaluations"] * config.model.subsequences / length
+    return part["evaluations"] * config.model.num_pieces(length) / length
 
 
 def _breakdown_table(results: dict[str, Any]) -> Table:

@@ -21,7 +21,7 @@ from deqkit.cli._command import Command
 from deqkit.cli._terminal import STYLE, TABLE_WIDTH
 from deqkit.data import PrepareConfig, prepare
 from deqkit.model import SequenceModel, num_parameters
-from deqkit.train.config import TrainConfig
+from deqkit.train.config import DeviceConfig, TrainConfig
 from deqkit.train.loop import train, try_step
 from deqkit.train.recipes import RECIPES, demo
 from deqkit.train.run_folder import RunFolder
@@ -135,11 +135,10 @@ def _describe(name: str) -> dict[str, Any]:
 
 def _dry_run(config: TrainConfig, *, as_json: bool) -> int:
     """One step at the equilibrium, which is the dearest."""
-    devices = replace(config.devices, warmup_steps=0, early_adjoint_steps=0)
     memory = training_memory(config.model, batch=config.data.batch, length=config.data.length)
     with torch.device("meta"):
         count = num_parameters(SequenceModel(config.model))
-    record = try_step(replace(config, devices=devices))
+    record = try_step(replace(config, devices=DeviceConfig()))
     figures = {
         "parameters": count.total,
         "outside_embedding": count.rest,

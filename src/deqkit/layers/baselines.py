@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from deqkit.layers.checks import check_rates, check_weights, check_whole
+from deqkit.layers.checks import check_rates, check_scale, check_weights, check_whole
 from deqkit.layers.dropout import dropped, variational_mask
 from deqkit.layers.linear import make_linear
 from deqkit.layers.memory import last_positions
@@ -92,8 +92,7 @@ class ConvolutionConfig:
             check_whole(1, output_width=self.output_width)
         check_rates(dropout=self.dropout)
         check_weights("weight", self.init_std)
-        if not (isinstance(self.input_scale, int | float) and 0 < self.input_scale < math.inf):
-            raise ValueError(f"input_scale must be a positive number, got {self.input_scale!r}")
+        check_scale(input_scale=self.input_scale)
 
     @property
     def dilations(self) -> tuple[int, ...]:

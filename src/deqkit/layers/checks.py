@@ -22,6 +22,13 @@ def check_whole(least: int, **values: Any) -> None:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
+def check_scale(**scales: float) -> None:
+    """Raise unless every scale is a positive number."""
+    for name, scale in scales.items():
+        if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+            raise ValueError(f"{name} must be a positive number, got {scale!r}")
+
+
 def check_weights(normalise: Any, init_std: Any) -> None:
     """Raise unless these say how weights are normalised and how they start."""
     if normalise not in get_args(Normalisation):

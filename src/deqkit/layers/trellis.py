@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deqkit.layers.checks import check_rates, check_weights, check_whole
+from deqkit.layers.checks import check_rates, check_scale, check_weights, check_whole
 from deqkit.layers.dropout import dropped, variational_mask
 from deqkit.layers.linear import Normalisation, make_linear
 from deqkit.layers.memory import last_positions
@@ -40,12 +40,15 @@ class TrellisConfig:
     """Normalisation of the convolution and the injection."""
     init_std: float | None = 0.05
     """Weights start at N(0, init_std) as in the paper; None scales by fan-in."""
+    input_scale: float = 1.0
+    """The embedded input is multiplied by this: tables that the softmax shares are small, gates want inputs near 1."""
 
     def __post_init__(self) -> None:
         check_whole(1, input_width=self.input_width, output_width=self.output_width)
         check_whole(1, kernel_size=self.kernel_size, dilation=self.dilation)
         check_whole(0, hidden_width=self.hidden_width)
         check_weights(self.normalise, self.init_std)
+        check_scale(input_scale=self.input_scale)
         check_rates(hidden_dropout=self.hidden_dropout, weight_dropout=self.weight_dropout)
 
     @property
@@ -134,7 +137,10 @@ class TrellisCell(nn.Module):
         """The part of the gates that depends on the input alone, (B, T, 4H)."""
         history_BSD = (memory or self.empty_memory(x_BTD)).x_BSD
         weight = self._dropped_weight(self.injection.weight, noise.injection if noise else None)
-        return F.linear(_taps(x_BTD, history_BSD, dilation=1), weight, self.injection.bias)
+        taps = _taps(x_BTD, history_BSD, dilation=1)
+        if self.config.input_scale != 1:
+            taps = taps * self.config.input_scale
+        return F.linear(taps, weight, self.injection.bias)
 
     def initial_state(self, u_BTG: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         shape = (*u_BTG.shape[:2], self.config.state_width)

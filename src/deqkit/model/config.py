@@ -31,6 +31,11 @@ class ModelConfig:
     that."""
     subsequences: int = 1
     """Solve a sequence in so many pieces, one after the other, with gradients across them."""
+    subsequence_length: int | None = None
+    """Pieces of at most so many positions instead, however long the sequence: time per token then stays the same for
+    a trellis cell, whose state moves one position an evaluation."""
+    start: Literal["zeros", "learned"] = "zeros"
+    """Where solves begin: at zeros, or at a guess from the embedded input that is trained with the model."""
     embedding_dropout: float = 0.0
     """Dropout of whole words."""
     input_dropout: float = 0.0
@@ -60,8 +65,19 @@ class ModelConfig:
         self.check_depth(self.depth)
         if self.depth == "equilibrium" and self.checkpoint:
             raise ValueError("an equilibrium keeps no layers that checkpointing could save; set depth, or drop it")
+        if self.start not in ("zeros", "learned"):
+            raise ValueError(f'start must be "zeros" or "learned", got {self.start!r}')
+        if self.start == "learned" and self.is_baseline:
+            raise ValueError("a network to compare with has no solve that could start anywhere: leave out start")
         check_whole(0, mem_len=self.mem_len)
         check_whole(1, subsequences=self.subsequences, max_steps=self.max_steps, eval_max_steps=self.eval_max_steps)
+        if self.subsequence_length is not None:
+            check_whole(1, subsequence_length=self.subsequence_length)
+            if self.subsequences != 1:
+                raise ValueError(
+                    f"a sequence is cut by number or by length: leave out subsequences={self.subsequences} or "
+                    f"subsequence_length={self.subsequence_length}"
+                )
         if not isinstance(self.cell, TransformerConfig):
             self._check_widths(self.cell)
         if self.is_baseline and (not self.tied or self.checkpoint):
@@ -71,6 +87,12 @@ class ModelConfig:
     def is_baseline(self) -> bool:
         """Whether the body is a network that is run once: not a cell, and without an equilibrium."""
         return isinstance(self.cell, RecurrentConfig | ConvolutionConfig)
+
+    def num_pieces(self, length: int) -> int:
+        """Solves that a sequence of this length takes; never more than it has positions."""
+        if self.subsequence_length is not None:
+            return -(-length // self.subsequence_length)
+        return min(self.subsequences, length)
 
     def check_depth(self, depth: Any) -> None:
         """Raise a ValueError unless the cells can be used at this depth."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deqkit.layers.memory import join_samples, select_samples
 from deqkit.model.decode_solve import Solved, SolveSettings, solve_position, solve_positions
+from deqkit.model.start import like_state
 from deqkit.solve._packing import map_tensors, select
 
 if TYPE_CHECKING:
@@ -108,10 +109,14 @@ class Decoder:
         if x_BTD.shape[1] == 1 and past.z is not None:
             solved = solve_position(f, past.z, self._settings)
         else:
-            solved = solve_positions(f, cell.initial_state(u), self._settings)
+            solved = solve_positions(f, self._start(x_BTD, cell.initial_state(u)), self._settings)
         past.caches = [cell.remember(past.caches[0], solved.z, x_BTD, u)]
         past.z = map_tensors(lambda state_BTD: state_BTD[:, -1:], solved.z)
         return solved
+
+    def _start(self, x_BTD: Tensor, zeros: Any) -> Any:
+        start = self._model.start
+        return zeros if start is None else like_state(start(x_BTD), zeros)
 
     def _run_layers(self, x_BTD: Tensor) -> Solved:
         model, caches = self._model, self._past.caches

@@ -17,14 +17,18 @@ class ParameterCount:
     """In the embedding and the softmax."""
     rest: int
     """In the cells, injections included."""
+    start: int = 0
+    """In a learned start, which the solver has and the function that is computed has not."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.rest
+        return self.embedding + self.rest + self.start
 
 
 def num_parameters(model: SequenceModel) -> ParameterCount:
     """Count the parameters of a model, embedding and softmax apart from the rest as in the paper's tables."""
     vocabulary = nn.ModuleList([model.embedding, model.softmax])
     embedding = sum(p.numel() for p in vocabulary.parameters())
-    return ParameterCount(embedding=embedding, rest=sum(p.numel() for p in model.parameters()) - embedding)
+    start = 0 if model.start is None else sum(p.numel() for p in model.start.parameters())
+    rest = sum(p.numel() for p in model.parameters()) - embedding - start
+    return ParameterCount(embedding=embedding, rest=rest, start=start)

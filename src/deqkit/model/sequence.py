@@ -32,6 +32,7 @@ from deqkit.model.config import ModelConfig
 from deqkit.model.decode import Generation, OnToken, generate
 from deqkit.model.decode_sample import Sampling
 from deqkit.model.decode_solve import SolveSettings
+from deqkit.model.start import LearnedStart, like_state, start_error
 from deqkit.solve import AbstractSolver, Fallback, Solution, Tolerance
 from deqkit.solve._fixed_point import check_settings
 from deqkit.solve._packing import map_tensors
@@ -62,6 +63,8 @@ class ModelOutput:
     """One solve for every subsequence, in order; empty for a stack."""
     equations: tuple[Equation, ...] = ()
     """What each of them solved."""
+    start_error: Tensor | None = None
+    """In training with a learned start: the guess's squared distance from z, relative to z. What its weights learn."""
     nll: Tensor | None = None
     """Negative log-likelihood of every target in token order, (B, T); None without targets."""
     loss: Tensor | None = None
@@ -101,6 +104,7 @@ class SequenceModel(nn.Module):
             self.core = DEQ(cells[0], solver=solver, tol=config.tol, max_steps=config.max_steps, adjoint=config.adjoint)
         else:
             self.layers = nn.ModuleList(cells)
+        self.start = LearnedStart(width, _state_width(config)) if config.start == "learned" else None
         self.softmax = _make_softmax(config, self.embedding, cells[0].output_width, std)
 
     @property
@@ -217,18 +221,21 @@ class SequenceModel(nn.Module):
     ) -> ModelOutput:
         cells = self.cells
         noises = [cell.sample_noise(x_BTD) for cell in cells]
-        states, solutions, equations = [], [], []
-        *earlier, last = _pieces(x_BTD, self.config.subsequences)
+        states, solutions, equations, start_errors = [], [], [], []
+        *earlier, last = torch.tensor_split(x_BTD, self.config.num_pieces(x_BTD.shape[1]), dim=1)
         for piece_BTD in (*earlier, last):
             # Pieces of one sequence see all that came before; from one sequence to the next mem_len positions go.
             limit = self.config.mem_len if piece_BTD is last else None
+            guess_BTS = None if self.start is None else self.start(piece_BTD)
             if depth == "equilibrium":
-                z, solution, equation, memory = self._solve(piece_BTD, memory, noises, settings, limit)
+                z, solution, equation, memory = self._solve(piece_BTD, guess_BTS, memory, noises, settings, limit)
                 solutions.append(solution)
                 equations.append(equation)
             else:
                 z, memory = self._run_layers(piece_BTD, memory, noises, depth, limit)
             states.append(z)
+            if guess_BTS is not None and self.training:
+                start_errors.append(start_error(guess_BTS, z))
         z = _concatenate(states)
         hidden_BTD = cells[-1].output(z)
         return ModelOutput(
@@ -237,10 +244,17 @@ class SequenceModel(nn.Module):
             memory=map_tensors(Tensor.detach, memory),
             solutions=tuple(solutions),
             equations=tuple(equations),
+            start_error=torch.stack(start_errors).mean() if start_errors else None,
         )
 
     def _solve(
-        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], settings: dict[str, Any], limit: int | None
+        self,
+        x_BTD: Tensor,
+        guess_BTS: Tensor | None,
+        memory: tuple[Any, ...],
+        noises: list[Any],
+        settings: dict[str, Any],
+        limit: int | None,
     ) -> tuple[Any, Solution, Equation, tuple[Any, ...]]:
         cell = self.core.cell
         u = cell.inject(x_BTD, memory[0], noises[0])
@@ -249,6 +263,8 @@ class SequenceModel(nn.Module):
             settings = {"tol": self.config.eval_tol, "max_steps": self.config.eval_max_steps, **settings}
         if not settings.get("adjoint", self.config.adjoint).owns_forward:
             settings = {"solver": self.config.solver, **settings}
+        if guess_BTS is not None:
+            settings["z0"] = like_state(guess_BTS, cell.initial_state(u))
         z, solution = self.core(u, memory[0], noises[0], return_solution=True, **settings)
         equation = Equation(partial(cell.bind, u, memory[0], noises[0]), z)
         return z, solution, equation, (cell.remember(memory[0], z, x_BTD, u, limit),)
@@ -297,6 +313,14 @@ def _make_cell(config: ModelConfig) -> TransformerCell | TrellisCell | Recurrent
             return ConvolutionNetwork(config.cell)
 
 
+def _state_width(config: ModelConfig) -> int:
+    """Numbers in the state of a position."""
+    if isinstance(config.cell, TransformerConfig):
+        return config.cell.width
+    assert isinstance(config.cell, TrellisConfig), config.cell
+    return 2 * config.cell.state_width
+
+
 def _vocabulary_std(config: ModelConfig, width: int) -> float:
     """The networks to compare with have the transformer's embedding, of size one, whatever their own weights are."""
     std = config.cell.init_std if isinstance(config.cell, TransformerConfig | TrellisConfig) else None
@@ -310,11 +334,6 @@ def _make_softmax(config: ModelConfig, embedding: Embedding, width: int, std: fl
     if not isinstance(config.cell, TransformerConfig):  # its untied table is as wide as its output
         vocabulary = replace(vocabulary, embedding_width=width)
     return Softmax(vocabulary, width, std=std)
-
-
-def _pieces(x_BTD: Tensor, count: int) -> Sequence[Tensor]:
-    """As equal as they can be; a sequence shorter than `count` gives one piece a position."""
-    return torch.tensor_split(x_BTD, min(count, x_BTD.shape[1]), dim=1)
 
 
 def _concatenate(states: list[Any]) -> Any:

@@ -75,14 +75,20 @@ def trellis_demo() -> TrainConfig:
     config = RECIPES["demo"]()
     width = 64
     cell = TrellisConfig(
-        input_width=width, hidden_width=width, output_width=width, hidden_dropout=0.1, normalise="weight"
+        input_width=width,
+        hidden_width=width,
+        output_width=width,
+        hidden_dropout=0.1,
+        normalise="weight",
+        init_std=None,
+        input_scale=8.0,
     )
     model = replace(
         config.model,
         vocabulary=replace(config.model.vocabulary, embedding_width=width),
         cell=cell,
         mem_len=1,
-        subsequences=8,
+        subsequence_length=8,
         solver=Broyden(memory=2, group="prefix"),
         max_steps=30,
         adjoint=Implicit(solver=Anderson(memory=2), tol=Tolerance(rtol=5e-2), max_steps=20),
@@ -91,6 +97,7 @@ def trellis_demo() -> TrainConfig:
         config,
         recipe="demo-trellisnet",
         model=model,
+        optimiser=replace(config.optimiser, lr=4e-2),
         devices=DeviceConfig(warmup_depth=10, warmup_steps=200),
         regulariser=RegulariserConfig(),
         steps=300,

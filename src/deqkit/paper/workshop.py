@@ -129,7 +129,12 @@ def _require_same(folder: RunFolder, config: TrainConfig) -> None:
 
 def _what_matters(config: TrainConfig) -> Any:
     data = config.data if config.data.source in BUILT_IN else replace(config.data, source="")
-    return to_plain(replace(config, data=data, checkpoint_every=1, keep=1, trackers=(), expected_time=""))
+    config = replace(config, data=data, checkpoint_every=1, keep=1, trackers=(), expected_time="")
+    plain = to_plain(config)
+    if config.model.depth != "equilibrium":  # how an equilibrium would be solved for
+        for name in ("solver", "tol", "max_steps", "eval_tol", "eval_max_steps", "adjoint"):
+            del plain["model"][name]
+    return plain
 
 
 def _difference(found: Any, asked: Any, where: str = "") -> str:

@@ -111,10 +111,11 @@ class History:
         devices = self.config.devices
         bounds = [(0, devices.warmup_steps, f"shallow phase: {devices.warmup_depth} layers")]
         if devices.early_adjoint is not None:
-            end = devices.warmup_steps + devices.early_adjoint_steps
             name = type(devices.early_adjoint).__name__
-            bounds.append((devices.warmup_steps, end, f"gradients by {name}"))
-        reached = [(start, min(end, self.num_steps), text) for start, end, text in bounds]
+            bounds.append((devices.warmup_steps, devices.early_adjoint_steps, f"gradients by {name}"))
+        if devices.early_rtol is not None:
+            bounds.append((devices.warmup_steps, devices.early_rtol_steps, f"tolerance {devices.early_rtol:g}"))
+        reached = [(start, min(start + steps, self.num_steps), text) for start, steps, text in bounds]
         return [Phase(start=start, end=end, text=text) for start, end, text in reached if end > start]
 
 

@@ -111,7 +111,7 @@ def step_memory(history: History) -> StepMemory:
     depth = _typical_evals(history) if history.is_equilibrium else None
     other = None
     if depth is not None:
-        other = replace(config.model, depth=depth, subsequences=1)
+        other = replace(config.model, depth=depth, subsequences=1, subsequence_length=None, start="zeros")
     elif config.model.tied and not history.is_equilibrium and injects(config.model) and not config.model.is_baseline:
         other = replace(config.model, depth="equilibrium", checkpoint=False)
     counterpart = None if other is None else training_memory(other, batch=batch, length=length)

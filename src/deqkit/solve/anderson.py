@@ -77,9 +77,12 @@ class Anderson(AbstractSolver):
         used = min(state.count, self.memory)
         last_z_BPN, last_fz_BPN = state.last
         state.last = (z_BPN, fz_BPN)
-        step_BPN = torch.sub(z_BPN, last_z_BPN, out=state.steps_BPMN[:, :, slot])
-        dr_BPN = torch.sub(fz_BPN, last_fz_BPN, out=state.residuals_BPMN[:, :, slot]).sub_(step_BPN)
-        step_BPN.add_(dr_BPN, alpha=self.mixing)
+        # dz, then df, in whose places the residual's change df - dz and the step dz + mixing (df - dz) end up.
+        dr_BPN = torch.sub(z_BPN, last_z_BPN, out=state.residuals_BPMN[:, :, slot])
+        step_BPN = torch.sub(fz_BPN, last_fz_BPN, out=state.steps_BPMN[:, :, slot])
+        torch.sub(step_BPN, dr_BPN, out=dr_BPN)
+        if self.mixing != 1:
+            step_BPN.add_(dr_BPN, alpha=self.mixing - 1)
 
         # One pass over the memory gives the new row of the Gram matrix, and what it adds to the right-hand side: the
         # residual has changed by dr.

@@ -115,15 +115,20 @@ class DeviceConfig:
     """A cheaper adjoint to begin the equilibrium with, for example OneStep()."""
     early_adjoint_steps: int = 0
     """Steps, after the shallow ones, that use it."""
+    early_rtol: float | None = None
+    """A looser forward tolerance, relative, to begin the equilibrium with."""
+    early_rtol_steps: int = 0
+    """Steps, after the shallow ones, that use it."""
 
     def __post_init__(self) -> None:
         _at_least(1, self, "warmup_depth")
-        _at_least(0, self, "warmup_steps", "random_steps", "early_adjoint_steps")
-        if bool(self.early_adjoint_steps) != (self.early_adjoint is not None):
-            raise ValueError(
-                f"early_adjoint and early_adjoint_steps go together, got {self.early_adjoint} for "
-                f"{self.early_adjoint_steps} steps"
-            )
+        _at_least(0, self, "warmup_steps", "random_steps", "early_adjoint_steps", "early_rtol_steps")
+        for name in ("early_adjoint", "early_rtol"):
+            value, steps = getattr(self, name), getattr(self, f"{name}_steps")
+            if bool(steps) != (value is not None):
+                raise ValueError(f"{name} and {name}_steps go together, got {value} for {steps} steps")
+        if self.early_rtol is not None and not 0 < self.early_rtol < math.inf:
+            raise ValueError(f"early_rtol must be a positive number, got {self.early_rtol}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,8 +207,12 @@ class TrainConfig:
             raise ValueError("an untied stack has one depth: set devices.warmup_steps to 0")
         if self.model.is_baseline and devices.warmup_steps:
             raise ValueError("a network to compare with has one depth: set devices.warmup_steps to 0")
-        if devices.early_adjoint_steps or devices.random_steps:
-            raise ValueError("a stack has no solve: set devices.early_adjoint_steps and random_steps to 0")
+        if devices.early_adjoint_steps or devices.early_rtol_steps or devices.random_steps:
+            raise ValueError(
+                "a stack has no solve: set devices.early_adjoint_steps, early_rtol_steps and random_steps to 0"
+            )
+        if self.model.start == "learned":
+            raise ValueError('a stack has no solve that could start anywhere: set model.start to "zeros"')
         if regulariser.jacobian or regulariser.spectral:
             raise ValueError("Jacobian penalties are for an equilibrium: set regulariser.jacobian and spectral to 0")
 

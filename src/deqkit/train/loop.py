@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -183,13 +184,15 @@ def _update(state: TrainingState) -> Record:
 
 
 def _settings(config: TrainConfig, number: int) -> dict[str, Any]:
-    """How the model is solved at this step: shallow at first, then with the early adjoint, then as configured."""
+    """How the model is solved at this step: shallow at first, then with early settings, then as configured."""
     devices = config.devices
     if number < devices.warmup_steps:
         return {"depth": devices.warmup_depth}
     settings: dict[str, Any] = {}
     if number < devices.warmup_steps + devices.early_adjoint_steps:
         settings["adjoint"] = devices.early_adjoint
+    if devices.early_rtol is not None and number < devices.warmup_steps + devices.early_rtol_steps:
+        settings["tol"] = replace(config.model.tol, rtol=devices.early_rtol)
     if devices.random_steps:
         fewer = random.Random(f"{config.seed} {number}").randint(0, devices.random_steps)
         settings["max_steps"] = max(1, config.model.max_steps - fewer)

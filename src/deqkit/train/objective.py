@@ -11,6 +11,9 @@ from deqkit.analysis import jacobian_penalty, spectral_penalty
 from deqkit.model import ModelOutput
 from deqkit.train.config import RegulariserConfig
 
+START_WEIGHT = 0.1
+"""Of the error of a learned start. Adam does not see it; it keeps the start small in the norm that is clipped."""
+
 
 class Objective(nn.Module):
     """A model together with its training loss: one module, so that its whole forward pass is wrapped and shared."""
@@ -35,6 +38,8 @@ class Objective(nn.Module):
             added["activation"] = config.activation * hidden_BTD.square().mean()
         if config.temporal and hidden_BTD.shape[1] > 1:
             added["temporal"] = config.temporal * hidden_BTD.diff(dim=1).square().mean()
+        if output.start_error is not None:
+            added["start"] = START_WEIGHT * output.start_error
         if penalise:
             for name, weight, penalty in (
                 ("jacobian", config.jacobian, jacobian_penalty),

@@ -28,9 +28,9 @@ def copy_memory() -> TrainConfig:
         ),
         data=DataConfig(source="copy-memory", batch=8, eval_batch=16),
         optimiser=OptimiserConfig(lr=3e-3, betas=(0.9, 0.98), clip=1.0, warmup_steps=100, floor=0.3),
-        devices=DeviceConfig(warmup_steps=600),
-        steps=1400,
-        eval_every=200,
+        devices=DeviceConfig(warmup_steps=800),
+        steps=1_800,
+        eval_every=900,
         expected_time="15 minutes on two cores",
     )
 
@@ -44,6 +44,7 @@ def copy_memory_mini() -> TrainConfig:
         data=replace(config.data, copy_T=50, copy_train=5_000, copy_test=500),
         devices=DeviceConfig(warmup_steps=250),
         steps=800,
+        eval_every=200,
         expected_time="1 minute on two cores",
     )
 

@@ -17,7 +17,7 @@ def layers(config: TrainConfig, depth: int, *, tied: bool) -> TrainConfig:
     cell: Any = config.model.cell
     if not tied and isinstance(cell, TransformerConfig):
         cell = replace(cell, inject=False)
-    model = replace(config.model, depth=depth, tied=tied, subsequences=1, cell=cell)
+    model = replace(_run_at_once(config.model), depth=depth, tied=tied, cell=cell)
     return replace(
         config,
         recipe=f"{config.recipe}-{'tied' if tied else 'untied'}-{depth}",
@@ -32,9 +32,14 @@ def layers(config: TrainConfig, depth: int, *, tied: bool) -> TrainConfig:
 def baseline(config: TrainConfig, cell: RecurrentConfig | ConvolutionConfig, name: str, **changes: Any) -> TrainConfig:
     """A recipe with a network to compare with in the place of its model: the same data and evaluation, no devices."""
     vocabulary = replace(config.model.vocabulary, embedding_width=cell.input_width)
-    model = replace(config.model, vocabulary=vocabulary, cell=cell, depth=1, subsequences=1)
+    model = replace(_run_at_once(config.model), vocabulary=vocabulary, cell=cell, depth=1)
     regulariser = replace(config.regulariser, jacobian=0.0, spectral=0.0)
     return replace(config, recipe=name, model=model, devices=DeviceConfig(), regulariser=regulariser, **changes)
+
+
+def _run_at_once(model: ModelConfig) -> ModelConfig:
+    """Without what only a solve has."""
+    return replace(model, subsequences=1, subsequence_length=None, start="zeros")
 
 
 def num_cell_parameters(model: ModelConfig) -> int:
