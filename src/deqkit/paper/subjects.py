@@ -89,6 +89,7 @@ def trellis_demo() -> TrainConfig:
         cell=cell,
         mem_len=1,
         subsequence_length=8,
+        start="zeros",
         solver=Broyden(memory=2, group="prefix"),
         max_steps=30,
         adjoint=Implicit(solver=Anderson(memory=2), tol=Tolerance(rtol=5e-2), max_steps=20),

@@ -28,7 +28,7 @@ from deqkit.train.recipes.mini import (
 )
 from deqkit.train.recipes.paper_sizes import paper_layers, ptb_trellis, wt103_transformer, wt103_trellis
 
-__all__ = ["RECIPES", "demo", "layers"]
+__all__ = ["RECIPES", "demo", "layers", "untied"]
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "demo": demo,
