@@ -83,7 +83,7 @@ class Stepper:
         if added is not None:
             added.backward(retain_graph=True)
         enter("softmax")  # the backward pass begins at the loss; hooks tell how far it has come
-        output.loss.backward()
+        (output.loss if output.start_error is None else output.loss + output.start_error).backward()
         enter("optimiser")
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)

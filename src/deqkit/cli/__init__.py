@@ -54,6 +54,11 @@ COMMANDS: dict[tuple[str, ...], _Entry] = {
         name="BenchRuntime",
         help="where the time of a model's steps goes, and its ratio to stacks of the same cell",
     ),
+    ("bench", "length"): _Entry(
+        module="deqkit.cli.length",
+        name="BenchLength",
+        help="how time and memory of a model grow with the length of its sequences",
+    ),
     ("plan",): _Entry(
         module="deqkit.cli.memory",
         name="Plan",

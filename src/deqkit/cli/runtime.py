@@ -56,7 +56,7 @@ class BenchRuntime(Command):
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            config, model, task, step = self._subject()
+            config, model, task, step = find_equilibrium(self.name, self.data)
             results = with_progress(lambda show: self._measure(config, model, task, step, show))
         finally:
             torch.set_num_threads(before)
@@ -71,26 +71,6 @@ class BenchRuntime(Command):
             console.print("The model is untrained: the solves of a trained one take other numbers of evaluations.")
         console.print(f"Results written to {path}", soft_wrap=True, highlight=False)
         return 0
-
-    def _subject(self) -> tuple[TrainConfig, SequenceModel, AbstractTask, int | None]:
-        """Configuration, model, data, and the step of a run (None for a recipe)."""
-        if (Path(self.name) / "config.json").exists():
-            run = load_run(self.name)
-            found = run.config, run.model, run.task(self.data), run.step
-        elif self.name in RECIPES:
-            config = RECIPES[self.name]()
-            if self.data is not None:
-                config = replace(config, data=replace(config.data, source=self.data))
-            config = resolve(config)
-            task = make_task(config)
-            with torch.random.fork_rng():
-                torch.manual_seed(config.seed)
-                found = config, SequenceModel(config.model), task, None
-        else:
-            raise ValueError(f"{unknown('recipe', self.name, tuple(RECIPES))}; nor is it the folder of a run")
-        if found[0].model.depth != "equilibrium":
-            raise ValueError(f"{self.name} is a stack of layers: give the equilibrium model it belongs to")
-        return found
 
     def _measure(
         self, config: TrainConfig, model: SequenceModel, task: AbstractTask, step: int | None, show: OnProgress
@@ -117,6 +97,31 @@ class BenchRuntime(Command):
             "comparison": compared,
             "evaluations_per_token": {phase: _per_token(config, parts[phase], phase) for phase in parts},
         }
+
+
+def find_equilibrium(name: str, data: str | None) -> tuple[TrainConfig, SequenceModel, AbstractTask, int | None]:
+    """Configuration, model and data of a run or recipe, and the step of a run (None for a recipe).
+
+    Raises:
+        ValueError: it is neither, or a stack of layers.
+    """
+    if (Path(name) / "config.json").exists():
+        run = load_run(name)
+        found = run.config, run.model, run.task(data), run.step
+    elif name in RECIPES:
+        config = RECIPES[name]()
+        if data is not None:
+            config = replace(config, data=replace(config.data, source=data))
+        config = resolve(config)
+        task = make_task(config)
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            found = config, SequenceModel(config.model), task, None
+    else:
+        raise ValueError(f"{unknown('recipe', name, tuple(RECIPES))}; nor is it the folder of a run")
+    if found[0].model.depth != "equilibrium":
+        raise ValueError(f"{name} is a stack of layers: give the equilibrium model it belongs to")
+    return found
 
 
 def _per_token(config: TrainConfig, part: dict[str, Any], phase: str) -> float:

@@ -222,7 +222,7 @@ class SequenceModel(nn.Module):
         cells = self.cells
         noises = [cell.sample_noise(x_BTD) for cell in cells]
         states, solutions, equations, start_errors = [], [], [], []
-        *earlier, last = torch.tensor_split(x_BTD, self.config.num_pieces(x_BTD.shape[1]), dim=1)
+        *earlier, last = _pieces(x_BTD, self.config.num_pieces(x_BTD.shape[1]))
         for piece_BTD in (*earlier, last):
             # Pieces of one sequence see all that came before; from one sequence to the next mem_len positions go.
             limit = self.config.mem_len if piece_BTD is last else None
@@ -334,6 +334,12 @@ def _make_softmax(config: ModelConfig, embedding: Embedding, width: int, std: fl
     if not isinstance(config.cell, TransformerConfig):  # its untied table is as wide as its output
         vocabulary = replace(vocabulary, embedding_width=width)
     return Softmax(vocabulary, width, std=std)
+
+
+def _pieces(x_BTD: Tensor, count: int) -> Sequence[Tensor]:
+    """As equal as they can be. `tensor_split` has a slice for each, whose gradients are as long as the sequence."""
+    length, longer = divmod(x_BTD.shape[1], count)
+    return x_BTD.split([length + 1] * longer + [length] * (count - longer), dim=1)
 
 
 def _concatenate(states: list[Any]) -> Any:

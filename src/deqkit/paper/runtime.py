@@ -65,7 +65,8 @@ def stacked(config: TrainConfig, model: SequenceModel, depth: int, *, tied: bool
     with torch.random.fork_rng():
         counterpart = SequenceModel(config.model)
     if tied:
-        counterpart.load_state_dict(model.state_dict())
+        weights = model.state_dict()
+        counterpart.load_state_dict({name: weights[name] for name in counterpart.state_dict()})
     return config, counterpart
 
 
