@@ -107,3 +107,23 @@ def test_speed_of_generation():
         assert (speed, evals) == (f"{way['tokens_per_second']:.0f}", f"{way['evaluations_per_token']:.1f}")
     for ratio in results["summary"]:
         assert f"{ratio['value']:.1f} times" in text
+
+
+LENGTH_ROW = re.compile(r"^\| (\w+) \| ([\d,]+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (\d+) \|$", re.MULTILINE)
+
+
+def test_growth_with_length():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = text[text.index("<!-- length -->") : text.index("<!-- end length -->")]
+    found = LENGTH_ROW.findall(text)
+    expected = []
+    for model, file in (("TrellisNet", "bench_length.json"), ("Transformer", "bench_length_transformer.json")):
+        results = json.loads((ROOT / "results" / file).read_text(encoding="utf-8"))
+        for row in results["rows"]:
+            training, inference = row["training"], row["inference"]
+            times = [f"{1e6 * part['seconds_per_token']:.0f}" for part in (training, inference)]
+            counts = [f"{training['evaluations']:.1f}", f"{training['products']:.1f}"]
+            expected.append((model, f"{row['length']:,}", *times, *counts, f"{row['peak_bytes'] / 2**20:.0f}"))
+        for ratio in results["summary"]:
+            assert f"{ratio['value']:.2f}" in text
+    assert found == expected

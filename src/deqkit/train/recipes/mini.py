@@ -199,7 +199,7 @@ def _trellis_mini(vocabulary: VocabularyConfig) -> TrainConfig:
         config,
         model=model,
         optimiser=replace(config.optimiser, lr=2e-2),
-        devices=DeviceConfig(warmup_depth=10, warmup_steps=700),
+        devices=DeviceConfig(warmup_depth=10, warmup_steps=850),
         regulariser=RegulariserConfig(),
         steps=1_000,
         eval_every=200,
