@@ -85,15 +85,21 @@ class Equation:
 
 
 class _Source(torch.autograd.Function):
-    """The point at which f is linearised. Gradients can be asked for here; they never go further."""
+    """The point at which f is linearised. Gradients can be asked for here; they never go further.
+
+    `before` are tensors that f takes besides. Made after them, this node is what autograd need not look behind when a
+    product ends here; it would otherwise look through all that made them, at every product: in the last of many
+    subsequences that is all the others.
+    """
 
     @staticmethod
-    def forward(ctx: Any, z_BPN: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, z_BPN: Tensor, anchor: Tensor, *before: Tensor) -> Tensor:
+        ctx.num_before = len(before)
         return z_BPN.view_as(z_BPN)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *(None for _ in range(ctx.num_before))
 
 
 class Gates:
@@ -145,7 +151,8 @@ class Linearised:
     def __init__(self, equation: Equation, z_BPN: Tensor) -> None:
         with torch.enable_grad():
             anchor = torch.empty(0, device=z_BPN.device, requires_grad=True)
-            self.source: Tensor = _Source.apply(z_BPN.detach(), anchor)  # pyright: ignore[reportAssignmentType]
+            source = _Source.apply(z_BPN.detach(), anchor, *differentiable_args(equation.args))
+            self.source: Tensor = source  # pyright: ignore[reportAttributeAccessIssue]
             self.value = equation(self.source)
         self._anchor = anchor
 
@@ -188,7 +195,7 @@ def reachable(value: Tensor, stops: list[Tensor]) -> tuple[list[Tensor], bool]:
                 found[id(stopped)] = stopped
             elif hasattr(node, "variable"):
                 found[id(node.variable)] = node.variable  # pyright: ignore[reportAttributeAccessIssue]
-            elif node not in seen:
+            elif node not in seen and not isinstance(node, _Source._backward_cls):  # pyright: ignore
                 through_gate |= isinstance(node, _Gate._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
                 seen.add(node)
                 todo.append(node)
