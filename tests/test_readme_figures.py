@@ -95,6 +95,14 @@ def test_ratios_of_runtime():
         assert figures == [f"{measured[name]:.2f}" for name in ("ratio", "low", "high")]
 
 
+def test_ratios_of_the_trellisnet():
+    results = json.loads((ROOT / "results" / "bench_runtime_trellisnet.json").read_text(encoding="utf-8"))
+    training, inference = (results["comparison"][p]["ratios"]["70 tied layers"] for p in ("training", "inference"))
+    text = " ".join((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").split())
+    told = f"{training['ratio']:.2f}x the time of 70 tied layers in training and {inference['ratio']:.2f}x in inference"
+    assert told in text
+
+
 GENERATION_ROW = re.compile(r"^\| (\w[\w ]+) \| (\d+) \| (\S+) \|$", re.MULTILINE)
 
 

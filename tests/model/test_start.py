@@ -17,11 +17,15 @@ IDS, TARGETS = tokens(), tokens(seed=6)
 def with_guess(kind: str, **options) -> SequenceModel:
     """A model whose guess is not zero, and far from right."""
     model = make(kind, start="learned", **options)
-    assert model.start is not None
     with torch.no_grad():
-        for parameter in model.start.parameters():
+        for parameter in start_of(model).parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     return model
+
+
+def start_of(model: SequenceModel) -> LearnedStart:
+    assert model.start is not None
+    return model.start
 
 
 def test_a_guess_is_a_linear_map_of_the_last_inputs():
@@ -57,7 +61,7 @@ def test_the_equilibrium_and_its_gradient_do_not_depend_on_it(kind, pieces):
 def test_its_error_trains_the_start_and_nothing_else(kind):
     model = with_guess(kind)
     output = model(IDS, TARGETS)
-    guess_BTS, z_BTS = model.start(model.embed(IDS)).detach(), flat(output.z).detach()
+    guess_BTS, z_BTS = start_of(model)(model.embed(IDS)).detach(), flat(output.z).detach()
     expected = float((guess_BTS - z_BTS).norm() ** 2 / z_BTS.norm() ** 2)
     assert float(output.start_error.detach()) == pytest.approx(expected, rel=1e-9)
     found = gradients(model, output.start_error)
@@ -68,20 +72,20 @@ def test_its_error_trains_the_start_and_nothing_else(kind):
 def test_the_best_guess_begins_nearer_to_the_end(kind):
     """The map of least error on a text, by least squares; the first evaluation measures where a solve begins."""
     model = make(kind, start="learned", tol=Tolerance(rtol=1e-4))
-    torch.nn.init.zeros_(model.start.map.bias)
+    torch.nn.init.zeros_(start_of(model).map.bias)
     before = model(IDS, TARGETS)
     assert float(before.start_error.detach()) == 1
     with torch.no_grad():
         x_BTD = torch.nn.functional.pad(model.embed(IDS), (0, 0, TAPS - 1, 0))
         taps = torch.cat([x_BTD[:, tap : tap + IDS.shape[1]] for tap in range(TAPS)], -1)
         best = torch.linalg.lstsq(taps.flatten(0, 1), flat(before.z).flatten(0, 1)).solution
-        model.start.map.weight.copy_(best.T)
+        start_of(model).map.weight.copy_(best.T)
     after = model(IDS, TARGETS)
     assert float(after.start_error.detach()) < 0.3
     assert after.solution.num_evals.double().mean() <= before.solution.num_evals.double().mean()
     with torch.no_grad():
         guessed = model(IDS, max_steps=1).solution.residual_norm
-        model.start.map.weight.zero_()
+        start_of(model).map.weight.zero_()
         from_zeros = model(IDS, max_steps=1).solution.residual_norm
     assert (guessed < 0.6 * from_zeros).all()
 
@@ -92,7 +96,7 @@ def test_a_shallow_stack_trains_it_too(kind):
     model = with_guess(kind)
     output = model(IDS, TARGETS, depth=2)
     assert float(output.start_error.detach()) == pytest.approx(
-        float(start_error(model.start(model.embed(IDS)), output.z).detach())
+        float(start_error(start_of(model)(model.embed(IDS)), output.z).detach())
     )
 
 

@@ -1,5 +1,7 @@
 """The paper's training devices: shallow warm-up, random step limit, early adjoint, separate tolerances."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -111,7 +113,7 @@ def test_the_early_tolerance_is_used_exactly_for_its_steps(corpus, tmp_path):
     """Met by the first evaluation, however far off it is."""
     devices = {"warmup_steps": 1, "early_rtol": 10.0, "early_rtol_steps": 2}
     run(tiny(corpus, devices=devices), tmp_path / "run")
-    evals = [record.get("evals") for record in metrics_of(tmp_path / "run", "train")]
+    evals: list[Any] = [record.get("evals") for record in metrics_of(tmp_path / "run", "train")]
     assert evals[:3] == [None, 1.0, 1.0] and min(evals[3:]) > 1
 
 
