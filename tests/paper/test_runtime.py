@@ -1,8 +1,11 @@
 """Table 4 on tiny models: what is timed, and what decides."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from deqkit.model import SequenceModel
 from deqkit.paper import runtime
 from deqkit.train.config import RegulariserConfig
 from paper.tiny_scale import check_outcome, make_workshop
@@ -77,3 +80,14 @@ def test_untied_layers_have_weights_of_their_own(setting):
     run = workshop.trained(scale.transformer(workshop))
     _, model = runtime.stacked(run.config, run.model, 3, tied=False)
     assert len(model.cells) == 3
+
+
+def test_a_stack_takes_over_the_cell_and_leaves_a_learned_start(setting):
+    workshop, scale = setting
+    config = scale.transformer(workshop)
+    config = replace(config, model=replace(config.model, start="learned"))
+    model = SequenceModel(config.model)
+    counterpart, stack = runtime.stacked(config, model, 3, tied=True)
+    assert counterpart.model.start == "zeros" and stack.start is None and model.start is not None
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in stack.state_dict().items())

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from deqkit.paper.workshop import Workshop
+from deqkit.solve import Anderson, Tolerance
 from deqkit.train.loop import train
 from deqkit.train.run_folder import RunFolder, read_metrics
-from train.runs import make_corpus, make_text, tiny
+from train.runs import TRELLIS, make_corpus, make_text, tiny
 
 
 @pytest.fixture
@@ -45,6 +46,19 @@ def test_another_configuration_is_refused(workshop, corpus):
     workshop.trained(tiny(corpus))
     with pytest.raises(ValueError, match=r"another configuration .* \(optimiser.lr is 0.01 there and 0.02 here\)"):
         workshop.trained(tiny(corpus, optimiser={"lr": 2e-2}))
+
+
+def test_how_an_equilibrium_would_be_solved_makes_no_difference_to_a_stack(workshop, corpus):
+    """It does to an equilibrium."""
+    stack = {"depth": 2}
+    first = workshop.trained(tiny(corpus, model=stack), "stack")
+    other = {"eval_tol": Tolerance(rtol=0.3), "solver": Anderson(memory=2), "max_steps": 7}
+    assert workshop.trained(tiny(corpus, model={**stack, **other}), "stack").step == first.step
+    with pytest.raises(ValueError, match="model.cell"):
+        workshop.trained(tiny(corpus, model={**stack, "cell": TRELLIS}), "stack")
+    workshop.trained(tiny(corpus))
+    with pytest.raises(ValueError, match="model.eval_tol"):
+        workshop.trained(tiny(corpus, model={"eval_tol": Tolerance(rtol=0.3)}))
 
 
 def test_the_place_of_the_data_makes_no_difference(workshop, corpus, tmp_path):
