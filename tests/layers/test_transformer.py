@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from deqkit.layers import TransformerCell, TransformerConfig, TransformerMemory
+from deqkit.layers import TransformerCell, TransformerConfig, TransformerMemory, attention
 from layers import naive
 from layers.naive import fill, normal
 
@@ -54,6 +54,40 @@ def test_is_the_attention_of_transformer_xl(options, pre_norm, length, past):
     torch.testing.assert_close(cell(z, u, memory), expected, rtol=1e-10, atol=1e-10)
     with torch.no_grad():  # another kernel
         torch.testing.assert_close(cell(z, u, memory), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Blocks of two queries."""
+    monkeypatch.setattr(attention, "BLOCK", 2)
+    monkeypatch.setattr(attention, "MIN_BLOCKS", 1)
+
+
+@cases
+@norms
+@pytest.mark.parametrize(("length", "past"), [(4, 0), (5, 3), (4, 7)])
+@pytest.mark.usefixtures("short_blocks")
+def test_blocks_of_queries_are_the_same_attention(options, pre_norm, length, past):
+    test_is_the_attention_of_transformer_xl(options, pre_norm, length, past)
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "learned"}, {"local_size": 2}], ids=str)
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.5])
+def test_blocks_of_queries_have_the_same_gradients(options, attention_dropout, monkeypatch):
+    """Long enough for blocks of the size in use, the last of them shorter."""
+    cell = make(attention_dropout=attention_dropout, **options)
+    z, u, memory = inputs(cell, length=3 * attention.BLOCK + 5, past=3)
+    noise = cell.sample_noise(u)
+    weights = normal(*z.shape, seed=5)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        output = cell(z.requires_grad_(), u.requires_grad_(), memory, noise)
+        return output, *torch.autograd.grad(output, (z, u, cell.content_bias, cell.qkv.weight), weights)
+
+    in_blocks = run()
+    monkeypatch.setattr(attention, "MIN_BLOCKS", 1000)
+    for ours, at_once in zip(in_blocks, run(), strict=True):
+        torch.testing.assert_close(ours, at_once, rtol=1e-10, atol=1e-10)
 
 
 def test_learned_distances_begin_with_a_head_that_sees_its_own_position_and_one_that_sees_all_alike():
@@ -138,6 +172,11 @@ def test_gradients_are_those_of_finite_differences(options, pre_norm):
     points = [t.detach().clone().requires_grad_() for t in (z, u, *memory, *tensors)]
     assert torch.autograd.gradcheck(f, points)
     assert torch.autograd.gradgradcheck(lambda z, u: f(z, u, *memory, *tensors), points[:2])
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_gradients_of_blocks_are_those_of_finite_differences():
+    test_gradients_are_those_of_finite_differences({}, False)
 
 
 def storages_of_scores(cell: TransformerCell, *, past: int = 0) -> int:
