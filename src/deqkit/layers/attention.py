@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# B samples, H heads, T queries, M positions of memory, K = M + T keys, W distances in a table, D width, E width of a head
+# B samples, H heads, T queries, M positions of memory, K = M + T keys, W distances, D width, E width of a head
 
 
 def sinusoids(num_keys: int, width: int, like: Tensor) -> Tensor:

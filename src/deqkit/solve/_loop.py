@@ -109,6 +109,9 @@ class Loop:
         self._states: list[tuple[Tensor, Any]] = []  # samples that are done, and the solver's memory of them then
         self._kept_B: Tensor | None = None  # set when the batch was cut down since the last evaluation
         self._trace: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._num_evals = 0
+        self._all_active = unfinished is None
+        self._least_budget = options.max_steps if unfinished is None else 0
         size, groups, _ = z_BPN.shape
         integers = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=z_BPN.device)  # noqa: E731
         # Norms are kept in float64: squares of small float32 numbers (gradients) underflow.
@@ -183,11 +186,15 @@ class Loop:
         bound_BP = tol.bound(scale_BP, self._tokens_P)
         # Without a tolerance the size of the residual itself tells points apart.
         ratio_BP = norm_BP if tol.rtol == tol.atol == 0 else _ratio(norm_BP, bound_BP)
-        active_BP = now.codes_BP == _ACTIVE
-        started_B1 = (now.evals_B > 0).unsqueeze(1)
-        now.first_scale_BP = torch.where(started_B1, now.first_scale_BP, scale_BP)
+        if self._num_evals == 0:
+            now.first_scale_BP = scale_BP
+        self._num_evals += 1
         now.largest_BP = torch.fmax(now.largest_BP, norm_BP)
+        if checking and self._all_fall(norm_BP, bound_BP, ratio_BP):
+            self._note_progress(z_BPN, norm_BP, scale_BP, ratio_BP)
+            return
 
+        active_BP = now.codes_BP == _ACTIVE
         dead_BP = active_BP & ~(torch.isfinite(norm_BP) & torch.isfinite(scale_BP))
         # A residual that is small only relative to a z that has run away: f(z) = z + 1 has no fixed point.
         away_BP = (scale_BP > 10 * now.first_scale_BP) & (norm_BP > 0.9 * now.largest_BP) & (norm_BP > tol.atol)
@@ -214,6 +221,28 @@ class Loop:
         finished_B = alive_B & (now.codes_BP != _ACTIVE).all(1)
         if not checking or bool(finished_B.any()):
             self._look_back(z_BPN, fz_BPN, finished_B)
+        self._all_active = False  # or not known
+
+    def _all_fall(self, norm_BP: Tensor, bound_BP: Tensor, ratio_BP: Tensor) -> bool:
+        """Whether this is the usual step, of which little is to be noted: every residual has fallen, to no less than
+        is asked. False where one is not finite."""
+        if not self._all_active or self._num_evals >= self._least_budget:
+            return False
+        now = self._now
+        falls_BP = (ratio_BP < torch.minimum(_PROGRESS * now.mark_BP, now.best_BP)) & (norm_BP > bound_BP)
+        return not bool((~falls_BP).any())
+
+    def _note_progress(self, z_BPN: Tensor, norm_BP: Tensor, scale_BP: Tensor, ratio_BP: Tensor) -> None:
+        now = self._now
+        now.best_z_BPN = z_BPN
+        now.best_BP = now.mark_BP = ratio_BP
+        now.waited_BP = torch.zeros_like(now.waited_BP)
+        now.norm_B, now.scale_B = norm_BP[:, -1], scale_BP[:, -1]
+        now.steps_B = now.evals_B
+        now.evals_B = now.evals_B + 1
+        if self._options.trace:
+            everyone_B = torch.ones_like(now.sample_B, dtype=torch.bool)
+            self._trace.append((now.sample_B, everyone_B, _ratio(now.norm_B, now.scale_B)))
 
     def _record(self, norm_B: Tensor, scale_B: Tensor, alive_B: Tensor, taken_B: Tensor) -> None:
         """Keep the account of every sample that was still going."""
@@ -254,6 +283,8 @@ class Loop:
 
     def _go_on_with_unsolved(self) -> bool:
         """Drop samples that are done if that pays; False when none is left."""
+        if self._all_active:
+            return True
         now = self._now
         done_B = (now.codes_BP != _ACTIVE).all(1)
         size, num_done = done_B.numel(), int(done_B.sum())
@@ -284,7 +315,11 @@ class Loop:
             proposed_BPN = proposed_BPN.to(self._packing.dtype).to(proposed_BPN.dtype)
         now.previous = (z_BPN, fz_BPN)
         active_BP = now.codes_BP == _ACTIVE
-        now.z_BPN = _choose(active_BP, proposed_BPN, now.best_z_BPN, look=self._options.check_every == 1)
+        if not self._all_active and self._options.check_every == 1:
+            self._all_active = not bool((~active_BP).any())
+        now.z_BPN = proposed_BPN
+        if not self._all_active:
+            now.z_BPN = torch.where(active_BP.unsqueeze(2), proposed_BPN, now.best_z_BPN)
 
     def _measure_composite(self) -> None:
         """Measure the state put together from every position's best point, unless it is the one just evaluated."""

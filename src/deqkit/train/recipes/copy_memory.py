@@ -13,7 +13,11 @@ from deqkit.train.recipes.counterparts import baseline
 
 
 def copy_memory() -> TrainConfig:
-    """Copy memory at T = 400 with 14 thousand parameters (table 1)."""
+    """Copy memory at T = 400 with 14 thousand parameters (table 1).
+
+    The learning rate rises slowly: the symbols are told apart all at once, and with a full rate by then some seeds keep
+    two of them confused for good.
+    """
     cell = TransformerConfig(width=32, num_heads=4, hidden_width=76, init_std=None)
     return TrainConfig(
         recipe="copy-memory",
@@ -27,11 +31,11 @@ def copy_memory() -> TrainConfig:
             adjoint=Implicit(solver=Anderson(), tol=Tolerance(rtol=1e-2), max_steps=20),
         ),
         data=DataConfig(source="copy-memory", batch=8, eval_batch=16),
-        optimiser=OptimiserConfig(lr=3e-3, betas=(0.9, 0.98), clip=1.0, warmup_steps=100, floor=0.3),
-        devices=DeviceConfig(warmup_steps=800),
-        steps=1_800,
-        eval_every=900,
-        expected_time="15 minutes on two cores",
+        optimiser=OptimiserConfig(lr=3e-3, betas=(0.9, 0.98), clip=1.0, warmup_steps=300, floor=0.3),
+        devices=DeviceConfig(warmup_steps=600),
+        steps=1_600,
+        eval_every=800,
+        expected_time="10 minutes on two cores",
     )
 
 
@@ -42,6 +46,7 @@ def copy_memory_mini() -> TrainConfig:
         config,
         recipe="copy-memory-mini",
         data=replace(config.data, copy_T=50, copy_train=5_000, copy_test=500),
+        optimiser=replace(config.optimiser, warmup_steps=100),
         devices=DeviceConfig(warmup_steps=250),
         steps=800,
         eval_every=200,
