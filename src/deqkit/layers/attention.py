@@ -170,6 +170,8 @@ def attend(
     size = block_size(num_queries)
     if size == num_queries:
         return _attend_at_once(q_HBTE, k_HBKE, v_HBKE, positions, keep_HBTK)
+    # Once for all blocks: a product with a slice of heads that do not lie one after the other copies, and keeps, it.
+    k_HBKE, v_HBKE = k_HBKE.contiguous(), v_HBKE.contiguous()
     parts = []
     for start in range(0, num_queries, size):
         stop = min(start + size, num_queries)
