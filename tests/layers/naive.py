@@ -54,7 +54,7 @@ def _transformer_sample(
     head_width = config.head_width or width // heads
     inner, past = heads * head_width, past_z.shape[0]
     seen = [layer_norm(row) if pre_norm else row for row in (*past_z, *z_TD)]
-    qkv = [cell.qkv.weight @ row + u[: 3 * inner] for row, u in zip(seen, (*past_u, *u_TG), strict=True)]
+    qkv = [cell.qkv.weight @ row + u for row, u in zip(seen, (*past_u, *u_TG), strict=True)]
     outputs = []
     for i, z_D in enumerate(z_TD):
         attended = []
@@ -73,8 +73,6 @@ def _transformer_sample(
             attended.append(sum(e * v for e, v in zip(exps, values, strict=True)) / sum(exps))
         out = cell.project.weight @ torch.cat(attended) + cell.project.bias
         h_D = z_D + out * masks.get("attention_out", torch.ones(width, dtype=torch.float64))
-        if config.input_to_state:
-            h_D = h_D + u_TG[i, 3 * inner :]
         h_D = layer_norm(h_D)  # post-norm: of what comes out; pre-norm: of what goes into the feed-forward
         hidden = (cell.expand.weight @ h_D + cell.expand.bias).clamp(min=0)
         out = cell.contract.weight @ (hidden * masks.get("hidden", torch.ones_like(hidden))) + cell.contract.bias

@@ -24,7 +24,6 @@ CASES: dict[str, dict[str, Any]] = {
     "window-beyond-all": {"local_size": 50},
     "learned": {"positions": "learned", "num_distances": 20},
     "learned-few": {"positions": "learned", "num_distances": 3},
-    "input-to-state": {"input_to_state": True},
     "learned-local": {"positions": "learned", "num_distances": 2, "local_size": 3},
 }
 cases = pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
@@ -41,8 +40,7 @@ def make(*, seed: int = 0, scale: float = 0.5, **options: Any) -> TransformerCel
 def inputs(cell: TransformerCell, *, batch: int = 2, length: int = 4, past: int = 0) -> tuple[Any, Any, Any]:
     """A state, an injection and a memory that no cell has made."""
     num_gates = 3 * cell.config.attention_width
-    num_injected = num_gates + WIDTH * cell.config.input_to_state
-    z_BTD, u_BTG = normal(batch, length, WIDTH, seed=1), normal(batch, length, num_injected, seed=2)
+    z_BTD, u_BTG = normal(batch, length, WIDTH, seed=1), normal(batch, length, num_gates, seed=2)
     return z_BTD, u_BTG, TransformerMemory(normal(batch, past, WIDTH, seed=3), normal(batch, past, num_gates, seed=4))
 
 
@@ -124,18 +122,6 @@ def test_the_injection_is_a_linear_map_into_queries_keys_and_values():
     torch.testing.assert_close(cell.inject(x_BTD), expected, rtol=1e-12, atol=1e-12)
     uninjected = make(inject=False)
     assert not uninjected.inject(x_BTD).any() and uninjected.inject(x_BTD).shape == (2, 4, 18)
-
-
-def test_the_input_itself_is_injected_into_the_state_if_asked_for():
-    cell = make(input_to_state=True)
-    x = normal(2, 4, WIDTH, seed=1)
-    u = cell.inject(x)
-    assert cell.injection is not None
-    assert torch.equal(u[..., :18], cell.injection(x)) and torch.equal(u[..., 18:], x)
-    memory = cell.remember(cell.empty_memory(x), x, x, u)
-    assert isinstance(memory, TransformerMemory) and torch.equal(memory.u_BMG, u[..., :18])
-    with pytest.raises(ValueError, match="inject=True"):
-        TransformerConfig(width=6, num_heads=3, hidden_width=7, inject=False, input_to_state=True)
 
 
 @norms

@@ -45,9 +45,6 @@ class TransformerConfig:
     """Learned positions: how many distances have a number of their own; those beyond share the last."""
     inject: bool = True
     """Add the input to queries, keys and values. Without it the input is the state that a stack starts from."""
-    input_to_state: bool = False
-    """Add the input to the state, too: h = LN(z + x + Attention(...)). In the paper's cell a token reaches its own
-    position through attention alone; with this, small models learn faster and their solves are shorter."""
     dropout: float = 0.0
     """Variational dropout of what the attention and the feed-forward add."""
     hidden_dropout: float = 0.0
@@ -66,8 +63,6 @@ class TransformerConfig:
         check_weights(self.normalise, self.init_std)
         if self.positions not in ("sinusoidal", "learned"):
             raise ValueError(f'positions must be "sinusoidal" or "learned", got {self.positions!r}')
-        if self.input_to_state and not self.inject:
-            raise ValueError("input_to_state is a part of the injection: set inject=True")
         if self.width % 2:
             raise ValueError(f"width must be even, for sines and cosines of the positions, got {self.width}")
         if self.head_width is None and self.width % self.num_heads:
@@ -104,8 +99,7 @@ class TransformerNoise(NamedTuple):
 class TransformerCell(nn.Module):
     """`f(z; x) = LN(h + FF(h))` with `h = LN(z + Attention(z W_qkv + x W_x))`, LN without parameters.
 
-    With `input_to_state` it is z + x that attention is added to. With `pre_norm`: h = z + Attention(LN(z) W_qkv +
-    x W_x), n = LN(h), f = n + FF(n). The state is (B, T, D).
+    With `pre_norm`: h = z + Attention(LN(z) W_qkv + x W_x), n = LN(h), f = n + FF(n). The state is (B, T, D).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -149,11 +143,10 @@ class TransformerCell(nn.Module):
         )
 
     def inject(self, x_BTD: Tensor, memory: Any = None, noise: Any = None) -> Tensor:
-        """What the input adds to queries, keys and values, (B, T, 3 H E); with `input_to_state` the input behind it."""
+        """What the input adds to queries, keys and values, (B, T, 3 H E)."""
         if self.injection is None:
             return x_BTD.new_zeros(1).expand(*x_BTD.shape[:2], 3 * self.config.attention_width)
-        u_BTG = self.injection(x_BTD)
-        return torch.cat([u_BTG, x_BTD], -1) if self.config.input_to_state else u_BTG
+        return self.injection(x_BTD)
 
     def initial_state(self, u_BTG: Tensor, *_: Any) -> Tensor:
         return u_BTG.new_zeros(*u_BTG.shape[:2], self.config.width)
@@ -184,10 +177,9 @@ class TransformerCell(nn.Module):
         keep = self._attention_mask(u_BTG, num_keys, noise.attention_seed)
 
         def f(z: Tensor, u: Tensor, past: Tensor | KeyCache, noise: TransformerNoise, keep: Tensor | None) -> Tensor:
-            qkv = F.linear(self._normalised(z), weights.qkv, content) + u[..., : 3 * inner]
+            qkv = F.linear(self._normalised(z), weights.qkv, content) + u
             out = F.linear(self._attention(qkv, past, positions, keep), weights.project, self.project.bias)
             h = z + dropped(out, noise.attention_out)
-            h = h + u[..., 3 * inner :] if self.config.input_to_state else h
             h = F.layer_norm(h, h.shape[-1:])
             h = h + dropped(weights.feed_forward(h, noise.hidden), noise.feed_forward_out)
             return h if self.config.pre_norm else F.layer_norm(h, h.shape[-1:])
@@ -224,7 +216,6 @@ class TransformerCell(nn.Module):
         if isinstance(memory, KeyCache):
             memory.advance(z_BTD.shape[1])
             return memory
-        u_BTG = u_BTG[..., : memory.u_BMG.shape[-1]]  # the input itself concerns its own position only
         return TransformerMemory(last_positions(memory.z_BMD, z_BTD, limit), last_positions(memory.u_BMG, u_BTG, limit))
 
     def _cached_positions(self, u_BTG: Tensor, num_keys: int, cache: KeyCache) -> Positions | Padded:
