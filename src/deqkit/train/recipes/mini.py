@@ -131,9 +131,7 @@ def longer(config: TrainConfig) -> TrainConfig:
     )
 
 
-def _mini_model(
-    vocabulary: VocabularyConfig, *, width: int, hidden_width: int, dropout: float = 0.1, outer_dropout: float = 0.1
-) -> ModelConfig:
+def _mini_model(vocabulary: VocabularyConfig, *, width: int, hidden_width: int) -> ModelConfig:
     return ModelConfig(
         vocabulary=vocabulary,
         cell=TransformerConfig(
@@ -142,13 +140,13 @@ def _mini_model(
             hidden_width=hidden_width,
             positions="learned",
             num_distances=128,
-            dropout=dropout,
-            hidden_dropout=dropout,
+            dropout=0.1,
+            hidden_dropout=0.1,
             init_std=None,
         ),
         mem_len=64,
-        input_dropout=outer_dropout,
-        output_dropout=outer_dropout,
+        input_dropout=0.1,
+        output_dropout=0.1,
         start="learned",
         solver=Anderson(memory=3, group="prefix"),
         tol=Tolerance(rtol=2e-2),
@@ -162,10 +160,10 @@ def _mini_model(
 def _mini(vocabulary: VocabularyConfig, name: str, source: str) -> TrainConfig:
     return TrainConfig(
         recipe=name,
-        model=_mini_model(vocabulary, width=160, hidden_width=800, dropout=0.15, outer_dropout=0.2),
+        model=_mini_model(vocabulary, width=160, hidden_width=800),
         data=DataConfig(source=source, batch=32, length=64, eval_batch=32),
         optimiser=OptimiserConfig(name="adamw", lr=4e-3, betas=(0.9, 0.98), clip=0.5, warmup_steps=60, floor=0.03),
-        devices=DeviceConfig(warmup_steps=1_800),
+        devices=DeviceConfig(warmup_depth=4, warmup_steps=1_800),
         regulariser=RegulariserConfig(spectral=0.02),
         steps=2_400,
         eval_every=300,
@@ -191,8 +189,6 @@ def _trellis_mini(vocabulary: VocabularyConfig) -> TrainConfig:
             input_scale=12.0,
         ),
         mem_len=1,
-        input_dropout=0.1,
-        output_dropout=0.1,
         subsequence_length=8,
         start="zeros",
         solver=Broyden(memory=2, group="prefix"),
