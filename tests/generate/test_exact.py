@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from deqkit.layers import ConvolutionConfig, RecurrentConfig
+from deqkit.layers import ConvolutionConfig, RecurrentConfig, attention
 from deqkit.model import Generation, SequenceModel, decode_state
 from model.models import CELLS, WIDTH, make, reconfigured, tokens
 
@@ -91,6 +91,18 @@ def test_long_prompts_are_read_in_pieces(kind, depth, monkeypatch):
     model = make(kind, **depth)
     prompts = [tokens(1, 11)[0], tokens(1, 8, seed=6)[0]]
     assert_exact(model, prompts, model.generate(prompts, max_tokens=4, seed=0))
+
+
+@pytest.mark.parametrize("kind", ["post", "learned", "learned-local"])
+def test_blocks_of_queries_in_prompts_of_different_lengths(kind, monkeypatch):
+    name, cell = KINDS[kind]
+    model = make(name, cell=cell)
+    prompts = [tokens(1, length)[0] for length in (9, 4, 1)]
+    with monkeypatch.context() as short:
+        short.setattr(attention, "BLOCK", 2)
+        short.setattr(attention, "MIN_BLOCKS", 1)
+        written = model.generate(prompts, max_tokens=3, temperature=0)
+    assert_exact(model, prompts, written)
 
 
 def test_a_loose_tolerance_gives_nearly_that():
