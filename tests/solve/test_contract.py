@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deqkit.solve import Fallback, Status, Tolerance, fixed_point
+from deqkit.solve._loop import Loop
 from problems import (
     PROBLEMS,
     SOLVERS,
@@ -190,3 +191,39 @@ def test_every_kind_of_solver_is_on_the_list():
     public = {getattr(deqkit.solve, name) for name in deqkit.solve.__all__}
     solvers = {c for c in public if isinstance(c, type) and issubclass(c, deqkit.solve.AbstractSolver | Fallback)}
     assert solvers - {deqkit.solve.AbstractSolver} == kinds
+
+
+@pytest.mark.parametrize("max_steps", [3, 60])
+@pytest.mark.parametrize(("name", "problem"), pairs(torch.float32))
+def test_the_usual_step_is_noted_as_any_other(name, problem, max_steps, monkeypatch):
+    """Most steps only see residuals fall, and take a shorter way: nothing that is reported may depend on it."""
+
+    def solve():
+        return fixed_point(
+            problem.f,
+            problem.z0,
+            problem.args,
+            solver=SOLVERS[name],
+            tol=Tolerance(rtol=1e-5),
+            max_steps=max_steps,
+            throw=False,
+            trace=True,
+        )
+
+    all_fall, taken = Loop._all_fall, []
+
+    def counted(self, *args):
+        taken.append(all_fall(self, *args))
+        return taken[-1]
+
+    monkeypatch.setattr(Loop, "_all_fall", counted)
+    short = solve()
+    assert any(taken)
+    monkeypatch.setattr(Loop, "_all_fall", lambda *args: False)
+    long = solve()
+    for ours, expected in zip(leaves(short.z), leaves(long.z), strict=True):
+        assert torch.equal(ours, expected)
+    for field in ("residual", "residual_norm", "codes", "num_steps", "num_evals", "amplification"):
+        assert torch.equal(getattr(short, field).nan_to_num(-1), getattr(long, field).nan_to_num(-1)), field
+    assert short.trace is not None and long.trace is not None
+    assert all(torch.equal(a, b) for a, b in zip(short.trace, long.trace, strict=True))
