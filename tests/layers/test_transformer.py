@@ -90,19 +90,34 @@ def test_blocks_of_queries_have_the_same_gradients(options, attention_dropout, m
         torch.testing.assert_close(ours, at_once, rtol=1e-10, atol=1e-10)
 
 
-def test_learned_distances_begin_with_a_head_that_sees_its_own_position_and_one_that_sees_all_alike():
-    bias_HN = TransformerCell(
-        TransformerConfig(width=8, num_heads=4, hidden_width=8, positions="learned", num_distances=9)
-    ).distance_bias
-    assert bias_HN is not None and bias_HN.shape == (4, 9)
-    expected = -torch.tensor([[3.0], [0.6], [0.12], [0.0]]) * torch.arange(9)
+@pytest.mark.parametrize("slopes", [[3.0, 0.6, 0.12, 0.0], [3.0, 0.0], [0.0]])
+def test_learned_distances_begin_with_a_head_that_sees_its_own_position_and_one_that_sees_all_alike(slopes):
+    config = TransformerConfig(width=8, num_heads=len(slopes), hidden_width=8, positions="learned", num_distances=9)
+    bias_HN = TransformerCell(config).distance_bias
+    assert bias_HN is not None and bias_HN.shape == (len(slopes), 9)
+    expected = -torch.tensor(slopes).unsqueeze(1) * torch.arange(9)
     torch.testing.assert_close(bias_HN.detach(), expected)
+
+
+def test_more_heads_are_spread_over_the_same_distances():
+    config = TransformerConfig(width=8, num_heads=8, hidden_width=8, positions="learned", num_distances=2)
+    bias_HN = TransformerCell(config).distance_bias
+    assert bias_HN is not None
+    torch.testing.assert_close(-bias_HN.detach()[[0, 2, 4, 6, 7], 1], torch.tensor([3.0, 0.6, 0.12, 0.024, 0.0]))
 
 
 @pytest.mark.parametrize("options", [{"positions": "absolute"}, {"positions": "learned", "num_distances": 0}])
 def test_positions_that_are_not_understood(options):
     with pytest.raises(ValueError, match="positions|num_distances"):
         TransformerConfig(width=8, num_heads=4, hidden_width=8, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "learned"}], ids=str)
+@pytest.mark.parametrize("past", [0, 3])
+def test_no_positions_give_none(options, past):
+    cell = make(**options)
+    z, u, memory = inputs(cell, length=0, past=past)
+    assert cell(z, u, memory).shape == (2, 0, WIDTH)
 
 
 @cases

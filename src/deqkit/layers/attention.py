@@ -55,7 +55,7 @@ class RelativePositions:
     ) -> RelativePositions:
         """From projected codes (K, H E) and the two biases (H, E)."""
         num_heads, head_width = content.shape
-        num_keys, num_later = codes_KD.shape[0], block_size(num_queries) - 1
+        num_keys, num_later = codes_KD.shape[0], max(block_size(num_queries), 1) - 1
         keys = codes_KD.view(-1, num_heads, head_width).permute(1, 2, 0) * head_width**-0.5
         keys = F.pad(keys, (0, num_later))
         constant = (position - content).unsqueeze(1) @ keys
@@ -65,21 +65,20 @@ class RelativePositions:
     def bias(self, q_HBTE: Tensor) -> Tensor:
         """What is added to the scores of every query and key, -inf where it may not look: (H, B, T, K)."""
         heads, batch, length, width = q_HBTE.shape
-        columns = self.num_keys + length - 1
+        columns = self.num_keys + max(length, 1) - 1
+        assert columns <= self.keys_HEW.shape[2], f"tables for fewer than {length} queries at once"
         by_distance = torch.baddbmm(
             self.constant_H1W[..., :columns],
             q_HBTE.reshape(heads, batch * length, width),
             self.keys_HEW[..., :columns],
         )
-        if length == 1:
-            return by_distance.view(heads, batch, 1, columns)
+        if length <= 1:
+            return by_distance.view(heads, batch, length, columns)
         # Row i of the table by distance starts T-1-i entries to the right of row i of the table by key. Reading the
         # rows one after the other as rows that are shorter by one moves each by one more than the row before.
-        by_distance = by_distance.view(heads, batch, length * columns)
-        stride = by_distance.stride()
-        return by_distance.as_strided(
-            (heads, batch, length, self.num_keys), (stride[0], stride[1], columns - 1, 1), length - 1
-        )
+        # One view in place of two slices: in the backward pass each of those would be a copy.
+        shape, rows = (heads, batch, length, self.num_keys), length * columns
+        return by_distance.as_strided(shape, (batch * rows, rows, columns - 1, 1), length - 1)
 
     def add_to(self, scores_HBTK: Tensor, q_HBTE: Tensor) -> Tensor:
         """The same, added in place."""

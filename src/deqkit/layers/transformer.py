@@ -270,8 +270,8 @@ class TransformerCell(nn.Module):
 
 
 def _recency(num_heads: int, num_distances: int) -> Tensor:
-    """How learned distances begin: the first head sees little but its own position, each further one five times as
-    far, the last all positions alike."""
+    """How learned distances begin: the first head sees little but its own position, each further one so many times as
+    far (five times with four heads, less with more), the last all positions alike."""
     slope_H = 3 * 0.2 ** (4 / num_heads * torch.arange(num_heads, dtype=torch.float32))
     slope_H[-1] = 0
     return -slope_H.unsqueeze(1) * torch.arange(num_distances)
