@@ -24,6 +24,21 @@ def test_shallow_warm_up_trains_a_tied_stack_with_the_same_weights(corpus, tmp_p
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_a_learned_start_changes_nothing_in_the_warm_up(corpus, tmp_path):
+    """Not by the random numbers of its weights, and not by its part of the norm that is clipped."""
+    for start in ("learned", "zeros"):
+        config = tiny(
+            corpus,
+            model={"start": start, "input_dropout": 0.2},
+            devices={"warmup_steps": 4},
+            optimiser={"lr": 0.02, "clip": 0.05},
+            steps=4,
+        )
+        run(config, tmp_path / start)
+    assert losses_of(tmp_path / "learned") == losses_of(tmp_path / "zeros")
+    assert all(record["grad_norm"] > 0.05 for record in metrics_of(tmp_path / "zeros", "train"))
+
+
 def test_after_the_warm_up_the_equilibrium_goes_on_with_the_optimiser(corpus, tmp_path):
     """Adam's mean of step 4 is 0.9 times that of step 3 plus 0.1 times the clipped gradient at the equilibrium."""
     path = tmp_path / "run"

@@ -14,6 +14,14 @@ TAPS = 3
 """The guess at a position is a linear map of its input and of those before it, so many in all."""
 
 
+class _Zeros(nn.Linear):
+    """Begins at zero without drawing random numbers: a seed means the same weights and dropout as without it."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 class LearnedStart(nn.Module):
     """A guess of z* from the embedded input. It begins at zero, where solves without it begin.
 
@@ -23,9 +31,7 @@ class LearnedStart(nn.Module):
 
     def __init__(self, input_width: int, state_width: int) -> None:
         super().__init__()
-        self.map = nn.Linear(TAPS * input_width, state_width)
-        nn.init.zeros_(self.map.weight)
-        nn.init.zeros_(self.map.bias)
+        self.map = _Zeros(TAPS * input_width, state_width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """The guess at every position, (B, T, S); positions before the first count as zeros."""

@@ -161,8 +161,7 @@ def _update(state: TrainingState) -> Record:
             accelerator.backward(objective / config.optimiser.accumulate)
         state.memory[part] = output.memory
         parts.append(_account(output, added))
-    norm: Any = accelerator.clip_grad_norm_(state.objective.parameters(), config.optimiser.clip or math.inf)
-    _require_finite(norm, f"the gradient of step {number + 1}")
+    norm = _clip(state)
     state.optimiser.step()
     state.optimiser.zero_grad()
     state.step += 1
@@ -181,6 +180,22 @@ def _update(state: TrainingState) -> Record:
         "tokens_per_second": batch.tokens_BT.numel() * accelerator.num_processes / seconds,
         "memory_mib": _peak_memory_mib(),
     }
+
+
+def _clip(state: TrainingState) -> Tensor:
+    """Clip the gradients; returns the norm of those of the model.
+
+    A learned start is clipped apart: how far off it is must not slow down the model.
+    """
+    start = [] if state.model.start is None else list(state.model.start.parameters())
+    apart = {id(parameter) for parameter in start}
+    model = [parameter for parameter in state.objective.parameters() if id(parameter) not in apart]
+    norms = []
+    for parameters in filter(None, (model, start)):
+        norm: Any = state.accelerator.clip_grad_norm_(parameters, state.config.optimiser.clip or math.inf)
+        _require_finite(norm, f"the gradient of step {state.step + 1}")
+        norms.append(norm)
+    return norms[0]
 
 
 def _settings(config: TrainConfig, number: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from deqkit.model import ModelOutput
 from deqkit.train.config import RegulariserConfig
 
 START_WEIGHT = 0.1
-"""Of the error of a learned start. Adam does not see it; it keeps the start small in the norm that is clipped."""
+"""Of the error of a learned start, so that it is small beside the loss; Adam does not see it."""
 
 
 class Objective(nn.Module):
