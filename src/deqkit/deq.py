@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deqkit._compile import Compile, allow_products, check_compile, compiled
 from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.adjoint._graph import WithParameters, refuse_tangents, refuse_transforms
 from deqkit.solve import AbstractSolver, Broyden, Fallback, Solution, Status, Tolerance, fixed_point
@@ -43,6 +44,7 @@ class DEQ(nn.Module):
         adjoint: AbstractAdjoint | None = None,
         compact: bool = True,
         check_every: int = 1,
+        compile: Compile = False,
     ) -> None:
         """
         Args:
@@ -51,13 +53,18 @@ class DEQ(nn.Module):
             tol: forward tolerance; `Tolerance()` if left out.
             max_steps: upper bound on the evaluations of the cell in one forward solve; 40 if left out.
             adjoint: how gradients are computed; `Implicit()` if left out.
-            compact: let samples leave the batch when they are done.
+            compact: let samples leave the batch when they are done; with `compile` they stay, because every size of
+                the batch would have to be compiled.
             check_every: look at the verdicts every so many evaluations.
+            compile: evaluate what `torch.compile` makes of the cell; or a dict of its arguments. The first solves
+                then take a minute, and there are no second derivatives. It sets two switches of torch for the
+                process: a graph may be used again, and functions may be compiled for more than eight cases.
         """
         super().__init__()
         check_settings(solver, tol, max_steps)
         _check_adjoint(adjoint)
         check_count("check_every", check_every)
+        check_compile(compile)
         self.cell = cell
         self.adjoint = Implicit() if adjoint is None else adjoint
         if self.adjoint.owns_forward and solver is not None:
@@ -65,8 +72,9 @@ class DEQ(nn.Module):
         self.solver = solver
         self.tol = Tolerance() if tol is None else tol
         self.max_steps = 40 if max_steps is None else max_steps
-        self.compact = compact
+        self.compact = compact and compile is False
         self.check_every = check_every
+        self._how_to_compile = compile  # `compile` is a method of modules
         self.verdicts: collections.Counter[Status] = collections.Counter()
         self.backward_verdicts: collections.Counter[Status] = collections.Counter()
 
@@ -97,9 +105,7 @@ class DEQ(nn.Module):
         if z0 is None:
             z0 = self._initial_state(args)
         f, args = self.cell.bind(*args) if hasattr(self.cell, "bind") else (self.cell, args)
-        compile_f = getattr(self.cell, "dynamo_ctx", None)  # of torch.compile(cell): compile what it bound
-        if compile_f is not None and f is not self.cell:
-            f = compile_f(f)
+        f = self._compiled(f)
         if isinstance(self.cell, nn.Module) and torch.is_grad_enabled():
             f = WithParameters(f, self.cell)
         if adjoint.owns_forward:
@@ -130,6 +136,14 @@ class DEQ(nn.Module):
         if not adjoint.owns_forward:
             z = adjoint.attach(f, z, args, solution=solution, on_backward=self._count_backward)
         return (z, solution) if return_solution else z
+
+    def _compiled(self, f: Any) -> Any:
+        """As `compile` says, or as torch.compile(cell) was told."""
+        as_told = getattr(self.cell, "dynamo_ctx", None)
+        if as_told is None:
+            return compiled(f, self._how_to_compile)
+        allow_products()
+        return f if f is self.cell else as_told(f)
 
     def _initial_state(self, args: tuple[Any, ...]) -> Any:
         if hasattr(self.cell, "initial_state"):

@@ -194,6 +194,56 @@ def test_a_compiled_model_around_a_deq_gives_the_same_value_and_gradient():
     assert relative_error(actual, gradients(lambda: model(x), inputs)) < 1e-10
 
 
+class BindingCell(nn.Module):
+    """tanh(z W + u), with the product of the input done once per solve."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * normal(4, 4, seed=1))
+
+    def bind(self, x):
+        u = x @ self.weight.T
+        return (lambda z, u: torch.tanh(z @ self.weight + u)), (u,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("make", [TanhCell, BindingCell])
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compile_gives_the_same_value_and_gradient(make, backend):
+    cell, x = make(), normal(3, 4, seed=5).requires_grad_()
+    check_compiled(solve_tightly(cell, compile={"backend": backend}), solve_tightly(cell), x, cell)
+
+
+@compiles
+@pytest.mark.usefixtures("fresh_compiler")
+def test_with_compile_no_size_of_the_batch_is_compiled_but_the_first():
+    """Samples that are hard to a different degree would leave one after the other."""
+    graphs, inputs = [], RatedCell.batch(0.0, 0.2, 0.5, 0.8)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    z, solution = solve_tightly(RatedCell(), compile={"backend": backend})(*inputs, return_solution=True)
+    assert len(solution.num_evals.unique()) > 2
+    assert relative_error([z], [solve_tightly(RatedCell())(*inputs)]) < 1e-11
+    assert len(graphs) <= 2  # the solve, and what carries the gradient
+
+
+def test_compile_keeps_the_names_of_the_weights_and_the_method_of_modules():
+    cell = TanhCell()
+    deq = DEQ(cell, compile=True)
+    assert deq.state_dict().keys() == DEQ(cell).state_dict().keys()
+    assert callable(deq.compile)
+
+
+@pytest.mark.parametrize("how", ["inductor", None, 1])
+def test_compile_says_what_it_takes(how):
+    with pytest.raises(ValueError, match="compile must be True, False or a dict"):
+        DEQ(TanhCell(), compile=how)
+
+
 # --- activation checkpointing ----------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,14 @@
 """`deqkit bench runtime` on the command line."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from deqkit.cli import main
+from deqkit.cli.runtime import compiled_copy
+from deqkit.model import SequenceModel
 from deqkit.train.loop import train
 from deqkit.train.recipes import RECIPES, layers
 from deqkit.train.run_folder import RunFolder
@@ -63,3 +67,11 @@ def test_mistakes(words, message, capsys, monkeypatch):
     assert main(["bench", "runtime", *words]) != 0
     complaint = capsys.readouterr().err
     assert message in complaint and complaint.count("\n") == 1
+
+
+def test_the_compiled_model_is_the_same_model(corpus):
+    config = tiny(corpus)
+    model = SequenceModel(config.model)
+    other_config, other = compiled_copy(config, model)
+    assert other_config.model == replace(config.model, compile=True)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())

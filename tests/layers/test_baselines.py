@@ -298,9 +298,9 @@ def test_any_other_depth_is_refused(name, depth):
         model_of(name)(tokens(), depth=depth)
 
 
-@pytest.mark.parametrize("options", [{"tied": False}, {"checkpoint": True}], ids=str)
+@pytest.mark.parametrize("options", [{"tied": False}, {"checkpoint": True}, {"compile": True}], ids=str)
 def test_options_for_layers_are_refused(options):
-    with pytest.raises(ValueError, match="no layers to untie or to checkpoint"):
+    with pytest.raises(ValueError, match="no layers to untie, to checkpoint or to compile"):
         model_of("lstm", **options)
 
 

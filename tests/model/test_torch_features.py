@@ -220,3 +220,22 @@ def test_a_compiled_model_gives_the_same_loss_and_gradient(kind):
     torch.testing.assert_close(flat(output.z), flat(expected.z), rtol=1e-9, atol=1e-9)
     assert_same_gradients(gradients(model, output.loss), gradients(model, expected.loss))
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "depth"), [("post", "equilibrium"), ("trellis", "equilibrium"), ("trellis", 3)])
+def test_compile_gives_the_same_losses_and_gradients(kind, depth):
+    """Two segments, so that memory is there, with Inductor, which is what `compile` means."""
+    torch._dynamo.reset()
+    plain, compiled = make(kind, depth=depth, mem_len=3), make(kind, depth=depth, mem_len=3, compile=True)
+    compiled.load_state_dict(plain.state_dict())
+    found = []
+    for model in (plain, compiled):
+        before = model(tokens(), TARGETS)
+        output = model(tokens(seed=9), TARGETS, memory=before.memory)
+        found.append((output, gradients(model, before.loss + output.loss)))
+    (expected, expected_gradients), (actual, actual_gradients) = found
+    torch.testing.assert_close(actual.nll, expected.nll, rtol=1e-9, atol=1e-9)
+    assert_same_gradients(actual_gradients, expected_gradients)
+    torch._dynamo.reset()

@@ -84,13 +84,14 @@ def compare_steps(
     clock: ClockName = "cpu",
     on_round: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Time steps of several models, interleaved, after one round that does not count.
+    """Time steps of several models, interleaved, after two rounds that do not count: in the first there is no memory
+    yet, and a compiled model compiles in both.
 
     Returns:
         `seconds`: for every name the median and the quartiles. `ratios`: how many times as long the first takes as
         each of the others, from the ratios within rounds.
     """
-    timings = interleaved(steps, rounds=rounds, warm_up=1, clock=clock, on_round=on_round)
+    timings = interleaved(steps, rounds=rounds, warm_up=2, clock=clock, on_round=on_round)
     first, *others = timings
     return {
         "seconds": {name: timing.plain() for name, timing in timings.items()},

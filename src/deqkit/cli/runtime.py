@@ -42,6 +42,8 @@ class BenchRuntime(Command):
     """Steps that are broken down."""
     threads: int = 1
     """Threads torch may use."""
+    compile: bool = False
+    """Time the DEQ with its cell compiled as well."""
     clock: Literal["cpu", "wall"] = "cpu"
     """For the comparison: processor time, which a busy machine disturbs least, or wall time."""
     out: Path = Path("results/bench_runtime.json")
@@ -81,6 +83,8 @@ class BenchRuntime(Command):
         for tied in (True, False):
             name = f"{self.layers} {'tied' if tied else 'untied'} layers"
             models[name] = stacked(config, model, self.layers, tied=tied)
+        if self.compile:
+            models["DEQ, compiled"] = compiled_copy(config, model)
         compared = {}
         for number, (phase, batches) in enumerate(phases(config, task, self.rounds + 1).items(), 1):
 
@@ -90,7 +94,7 @@ class BenchRuntime(Command):
             settings: dict[str, Any] = {"rounds": self.rounds, "clock": self.clock, "on_round": on_round}
             compared[phase] = compare_models(models, batches, training=phase == "training", **settings)
         options = {"subject": config.recipe, "step": step, "layers": self.layers, "rounds": self.rounds}
-        options |= {"steps": self.steps, "threads": self.threads, "clock": self.clock}
+        options |= {"steps": self.steps, "threads": self.threads, "clock": self.clock, "compile": self.compile}
         return {
             **results_header(benchmark="bench runtime", seed=config.seed, config=options),
             "breakdown": parts,
@@ -122,6 +126,15 @@ def find_equilibrium(name: str, data: str | None) -> tuple[TrainConfig, Sequence
     if found[0].model.depth != "equilibrium":
         raise ValueError(f"{name} is a stack of layers: give the equilibrium model it belongs to")
     return found
+
+
+def compiled_copy(config: TrainConfig, model: SequenceModel) -> tuple[TrainConfig, SequenceModel]:
+    """The same weights, with the cell compiled."""
+    config = replace(config, model=replace(config.model, compile=True))
+    with torch.random.fork_rng():
+        other = SequenceModel(config.model)
+    other.load_state_dict(model.state_dict())
+    return config, other
 
 
 def _per_token(config: TrainConfig, part: dict[str, Any], phase: str) -> float:

@@ -25,6 +25,9 @@ class ModelConfig:
     """One cell for all layers of a stack; False gives every layer its own."""
     checkpoint: bool = False
     """Keep only the states between the layers of a stack, and compute the rest again in the backward pass."""
+    compile: bool = False
+    """Evaluate what `torch.compile` makes of the cell, where a text is not being written. The first steps of a run
+    then take minutes; docs/performance.md says what is gained."""
     mem_len: int = 0
     """Positions of earlier segments that a segment sees. A trellis cell needs, and keeps, only what its kernel
     reaches, as a convolution network does, and a recurrent one keeps its state; for them any number but 0 means
@@ -80,8 +83,10 @@ class ModelConfig:
                 )
         if not isinstance(self.cell, TransformerConfig):
             self._check_widths(self.cell)
-        if self.is_baseline and (not self.tied or self.checkpoint):
-            raise ValueError("a network to compare with is run once: there are no layers to untie or to checkpoint")
+        if self.is_baseline and (not self.tied or self.checkpoint or self.compile):
+            raise ValueError(
+                "a network to compare with is run once: there are no layers to untie, to checkpoint or to compile"
+            )
 
     @property
     def is_baseline(self) -> bool:

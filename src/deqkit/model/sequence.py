@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from deqkit._compile import Compile, compiled
 from deqkit.adjoint import AbstractAdjoint
 from deqkit.deq import DEQ
 from deqkit.layers import (
@@ -101,7 +102,14 @@ class SequenceModel(nn.Module):
         )
         if config.tied:
             solver = None if config.adjoint.owns_forward else config.solver
-            self.core = DEQ(cells[0], solver=solver, tol=config.tol, max_steps=config.max_steps, adjoint=config.adjoint)
+            self.core = DEQ(
+                cells[0],
+                solver=solver,
+                tol=config.tol,
+                max_steps=config.max_steps,
+                adjoint=config.adjoint,
+                compile=_how_to_compile(config),
+            )
         else:
             self.layers = nn.ModuleList(cells)
         self.start = LearnedStart(width, _state_width(config)) if config.start == "learned" else None
@@ -277,7 +285,8 @@ class SequenceModel(nn.Module):
         bound, injections = [], []
         for cell, kept, noise in zip(cells, memory, noises, strict=True):
             injections.append(cell.inject(x_BTD, kept, noise))
-            bound.append(cell.bind(injections[-1], kept, noise))
+            f, args = cell.bind(injections[-1], kept, noise)
+            bound.append((compiled(f, _how_to_compile(self.config)), args))
         z = cells[0].initial_state(injections[0]) if self.injects else x_BTD
         after = []
         for layer in range(num_layers):
@@ -311,6 +320,11 @@ def _make_cell(config: ModelConfig) -> TransformerCell | TrellisCell | Recurrent
             return RecurrentNetwork(config.cell)
         case ConvolutionConfig():
             return ConvolutionNetwork(config.cell)
+
+
+def _how_to_compile(config: ModelConfig) -> Compile:
+    """Without Inductor's search for attention, which takes heads that come before the samples for samples."""
+    return {"options": {"pattern_matcher": False}} if config.compile else False
 
 
 def _state_width(config: ModelConfig) -> int:
