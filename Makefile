@@ -4,10 +4,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format types check demo bench clean
+.PHONY: help setup test lint format types check demo bench documents clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with the pinned tools (PYTHON=python3.x chooses the interpreter)
 
@@ -32,6 +32,10 @@ demo: $(READY) ## a short tour on this machine
 
 bench: $(READY) ## compare the solvers
 	$(BIN)/deqkit bench solvers
+
+documents: $(READY) ## write the tables of README.md and docs/ anew from results/
+	$(BIN)/deqkit paper --document
+	$(BIN)/python docs/tables.py
 
 clean: ## remove .venv and caches
 	rm -rf .venv .hypothesis .pytest_cache .ruff_cache
