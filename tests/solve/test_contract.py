@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deqkit.solve import Fallback, Status, Tolerance, fixed_point
-from deqkit.solve._loop import Loop
+from deqkit.solve._batch import Batch
 from problems import (
     PROBLEMS,
     SOLVERS,
@@ -210,16 +210,16 @@ def test_the_usual_step_is_noted_as_any_other(name, problem, max_steps, monkeypa
             trace=True,
         )
 
-    all_fall, taken = Loop._all_fall, []
+    all_fall, taken = Batch.all_fall, []
 
     def counted(self, *args):
         taken.append(all_fall(self, *args))
         return taken[-1]
 
-    monkeypatch.setattr(Loop, "_all_fall", counted)
+    monkeypatch.setattr(Batch, "all_fall", counted)
     short = solve()
     assert any(taken)
-    monkeypatch.setattr(Loop, "_all_fall", lambda *args: False)
+    monkeypatch.setattr(Batch, "all_fall", lambda *args: False)
     long = solve()
     for ours, expected in zip(leaves(short.z), leaves(long.z), strict=True):
         assert torch.equal(ours, expected)
