@@ -375,3 +375,38 @@ def test_state_dict_holds_the_cell_and_nothing_else():
     assert not torch.equal(deq(x), other(x))
     other.load_state_dict(deq.state_dict())
     assert torch.equal(deq(x), other(x))
+
+
+class BatchNormCell(nn.Module):
+    """Samples depend on each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, z, x):
+        return 0.5 * torch.tanh(self.norm(self.linear(z) + x))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"adjoint": Implicit()}, {"adjoint": ReuseForward(refine=20), "solver": Broyden()}],
+    ids=["implicit", "reuse"],
+)
+def test_without_compaction_samples_stay_in_both_solves(rule):
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)) * torch.linspace(0, 2, 16).unsqueeze(1)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        DEQ(BatchNormCell(), compact=False, **rule)(x).square().sum().backward()
+
+
+def test_samples_that_depend_on_each_other_are_named_as_a_cause():
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)) * torch.linspace(0, 2, 16).unsqueeze(1)
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match="batch norm in training mode.*compact=False"):
+        DEQ(BatchNormCell())(x)
+
+
+def test_repr_tells_what_is_not_usual():
+    assert "compact=False" not in repr(DEQ(TanhCell())) and "compile" not in repr(DEQ(TanhCell()))
+    assert "compact=False, compile=True" in repr(DEQ(TanhCell(), compile=True))

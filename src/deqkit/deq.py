@@ -53,8 +53,9 @@ class DEQ(nn.Module):
             tol: forward tolerance; `Tolerance()` if left out.
             max_steps: upper bound on the evaluations of the cell in one forward solve; 40 if left out.
             adjoint: how gradients are computed; `Implicit()` if left out.
-            compact: let samples leave the batch when they are done; with `compile` they stay, because every size of
-                the batch would have to be compiled.
+            compact: let samples leave the batch when they are done, in both solves; with `compile` they stay, because
+                every size of the batch would have to be compiled. False for an f in which samples depend on each
+                other.
             check_every: look at the verdicts every so many evaluations.
             compile: evaluate what `torch.compile` makes of the cell; or a dict of its arguments. The first solves
                 then take a minute, and there are no second derivatives. It sets two switches of torch for the
@@ -100,6 +101,7 @@ class DEQ(nn.Module):
         check_settings(solver, tol, max_steps)
         _check_adjoint(adjoint)
         adjoint = self.adjoint if adjoint is None else adjoint
+        adjoint = adjoint if self.compact else adjoint.without_compaction()
         tol = self.tol if tol is None else tol
         max_steps = self.max_steps if max_steps is None else max_steps
         if z0 is None:
@@ -163,7 +165,12 @@ class DEQ(nn.Module):
 
     def extra_repr(self) -> str:
         parts = [] if self.adjoint.owns_forward else [f"solver={self.solver or Broyden()}"]
-        return ", ".join([*parts, f"tol={self.tol}", f"max_steps={self.max_steps}", f"adjoint={self.adjoint}"])
+        parts += [f"tol={self.tol}", f"max_steps={self.max_steps}", f"adjoint={self.adjoint}"]
+        if not self.compact:
+            parts.append("compact=False")
+        if self._how_to_compile is not False:
+            parts.append(f"compile={self._how_to_compile}")
+        return ", ".join(parts)
 
 
 def _check_adjoint(adjoint: Any) -> None:

@@ -182,3 +182,40 @@ def test_an_f_that_ignores_its_state_still_has_gradients():
 def test_an_f_that_ignores_everything_else_has_no_graph():
     z = solve_tightly(lambda z: 0.5 * z)(z0=torch.ones(2, 3))
     assert not z.requires_grad
+
+
+class CentredCell(nn.Module):
+    """f closes over what was made of its argument: the mean over samples, which cannot be in args, and the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrix(4, norm=0.3, seed=2))
+
+    def bind(self, u):
+        mean = (u * u).mean(0, keepdim=True)
+        return (lambda z, u: torch.tanh(z @ self.weight + u + mean)), (u,)
+
+
+MADE = {
+    "leaf": lambda x, weight: x,
+    "made": lambda x, weight: torch.sin(x),
+    "made with the cell's weights": lambda x, weight: x @ weight,
+}
+
+
+@rules
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE.keys())
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_an_argument_that_f_also_closes_over(rule, made, create_graph):
+    cell, x = CentredCell(), normal(3, 4, seed=5).requires_grad_()
+
+    def make(settings):
+        return DEQ(cell, **settings)(made(x, cell.weight))
+
+    check(rule, make, [x, cell.weight], create_graph=create_graph)
+
+
+def test_second_derivatives_by_an_argument_that_f_also_closes_over():
+    cell, x = CentredCell(), normal(2, 4, seed=5).requires_grad_()
+    deq = DEQ(cell, **RULES["implicit"])
+    assert torch.autograd.gradgradcheck(lambda x, weight: deq(x @ weight), (x, cell.weight))

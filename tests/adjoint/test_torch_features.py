@@ -225,9 +225,12 @@ def test_with_compile_no_size_of_the_batch_is_compiled_but_the_first():
         graphs.append(graph)
         return graph
 
-    z, solution = solve_tightly(RatedCell(), compile={"backend": backend})(*inputs, return_solution=True)
+    deq = DEQ(RatedCell(), tol=TIGHT, max_steps=400, compile={"backend": backend, "dynamic": False})
+    z, solution = deq(*inputs, return_solution=True)
     assert len(solution.num_evals.unique()) > 2
     assert relative_error([z], [solve_tightly(RatedCell())(*inputs)]) < 1e-11
+    z.square().sum().backward()
+    assert solution.backward is not None and len(solution.backward.num_evals.unique()) > 2
     assert len(graphs) <= 2  # the solve, and what carries the gradient
 
 

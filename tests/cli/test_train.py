@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from deqkit.cli import main
 from deqkit.layers import TransformerConfig
+from deqkit.train.load import load_run
 from deqkit.train.recipes import RECIPES
 from deqkit.train.run_folder import RunFolder, read_metrics
 
@@ -112,7 +114,7 @@ def test_recipes_are_all_listed(capsys):
         (["train", "demo", "--model.no-tied"], "untied cells have no equilibrium"),
         (["train", "demo-tied-12", "--regulariser.spectral", "1"], "penalties are for an equilibrium"),
         (["train", "ptb-mini"], "needs text"),
-        (["train", "ptb-mini", "--data.source", "absent-folder"], "absent-folder"),
+        (["train", "ptb-mini", "--data.source", "absent-folder"], "absent-folder does not exist"),
         (["train", "--resume", "absent-run"], "absent-run is not a run"),
         (["eval", "absent-run"], "absent-run is not a run"),
     ],
@@ -150,6 +152,56 @@ def test_a_text_file_is_prepared_on_the_way(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "run-data" / "manifest.json").exists()
     assert "The run is in run" in capsys.readouterr().out
     assert RunFolder(tmp_path / "run").config().model.vocabulary.size < 8192
+
+
+def text_run(*words):
+    options = ["--data.batch", "2", "--data.length", "8", "--data.eval-batch", "2", "--devices.warmup-steps", "1"]
+    return main(["train", "text", "--data.source", "my.txt", "--steps", "1", *options, "--trackers", *words])
+
+
+def test_another_text_is_prepared_anew_and_the_same_one_is_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("too short\n" * 8)
+    assert text_run("--out", "run") == 1  # its data are there now, the run is not
+    (tmp_path / "my.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    assert text_run("--out", "run") == 0
+    assert "preparing my.txt" in capsys.readouterr().err
+    manifest = (tmp_path / "run-data" / "manifest.json").read_bytes()
+    (tmp_path / "my.txt").write_text("something else\n" * 2000)
+    assert text_run("--out", "run") == 1  # there is a run, whose text must stay
+    assert (tmp_path / "run-data" / "manifest.json").read_bytes() == manifest
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "my.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    capsys.readouterr()
+    assert text_run("--out", "run") == 0
+    assert "preparing" not in capsys.readouterr().err
+
+
+def test_a_dry_run_on_a_text_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    assert text_run("--out", "run", "--dry-run") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["my.txt"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--steps", "9"], ["--out", "other"], ["--optimiser.lr", "1"], ["--dry-run"]], ids=str
+)
+def test_resuming_takes_no_other_options(run, words, capsys):
+    assert main(["train", "--resume", str(run), *words]) == 1
+    assert "its own configuration" in capsys.readouterr().err
+    assert main(["train", "demo", "--resume", str(run)]) == 2
+    assert "leave out 'demo'" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run), "--json"]) == 0
+
+
+def test_a_run_that_was_compiled_is_loaded_without(run, tmp_path):
+    record = json.loads((run / "config.json").read_text())
+    record["config"]["model"]["compile"] = True
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+    loaded = load_run(tmp_path / "run")
+    assert loaded.config.model.compile and not loaded.model.config.compile
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):

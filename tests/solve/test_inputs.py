@@ -164,6 +164,42 @@ def test_atol_adds_to_rtol():
     assert solution.z.item() == 1.5 and solution.residual_norm.item() == 0.25
 
 
+# --- changes in place, closures over the batch ---
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "f",
+    [lambda z, x: z.mul_(0.5).add_(x), lambda z, x: F.relu(z, inplace=True) * 0.5 + x - 1],
+    ids=["mul_", "relu"],
+)
+def test_a_state_changed_in_place_is_detected(f, mode):
+    with mode(), pytest.raises(ValueError, match="in place.*inplace=True"):
+        fixed_point(f, -torch.ones(3, 4), (torch.ones(3, 4),))
+
+
+def test_in_place_on_something_else_is_fine():
+    x = torch.ones(3, 4)
+    assert fixed_point(lambda z, x: (0.5 * z).add_(x), torch.zeros(3, 4), (x,)).status is Status.CONVERGED
+    with torch.inference_mode():
+        assert fixed_point(lambda z, x: (0.5 * z).add_(x), torch.zeros(3, 4), (x,)).status is Status.CONVERGED
+
+
+HARDER = torch.tensor([[0.0], [0.3], [0.9]])
+
+
+def test_a_closure_over_the_batch_is_explained_when_samples_leave():
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        fixed_point(lambda z, x: HARDER * torch.tanh(z) + x, torch.zeros(3, 4), (torch.ones(3, 4),), max_steps=100)
+    assert "samples had left the batch" in caught.value.__notes__[0] and "compact=False" in caught.value.__notes__[0]
+
+
+def test_a_closure_that_broadcasts_is_explained_when_one_sample_is_left():
+    rates = torch.tensor([[0.0], [0.9]])
+    with pytest.raises(ValueError, match="given 1 samples and returned another number.*pass them in args"):
+        fixed_point(lambda z, x: rates * torch.tanh(z) + x, torch.zeros(2, 4), (torch.ones(2, 4),), max_steps=100)
+
+
 # --- one fixed function ---
 
 

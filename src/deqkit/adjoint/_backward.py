@@ -111,7 +111,7 @@ class BackwardPass:
 
     def differentiate(
         self, v_BPN: Tensor, z_BPN: Tensor, linearised: Linearised, touched: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
+    ) -> list[Tensor | None]:
         """The gradients of all that f touches, with a graph of their own for derivatives of higher order.
 
         y is an equilibrium too, of y -> J(z*)'y + v, so this is the same rule once more.

@@ -46,6 +46,10 @@ class AbstractAdjoint(abc.ABC):
             on_backward: called with the solution after every backward solve.
         """
 
+    def without_compaction(self) -> AbstractAdjoint:
+        """The rule for a DEQ whose samples stay in the batch, in the backward solve too if it has one."""
+        return self
+
     def tighter(
         self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], max_steps: int
     ) -> Tolerance | None:

@@ -124,11 +124,12 @@ class Gates:
             self._behind[id(tensor)] = (tensor, _Gate.apply(tensor, self._open))  # pyright: ignore
         return self._behind[id(tensor)][1]
 
-    def partial_derivatives(self, value: Tensor, inputs: list[Tensor], weight: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [self._behind[id(t)][1] if id(t) in self._behind else t for t in inputs]
+    def partial_derivatives(self, value: Tensor, inputs: list[Tensor], weight: Tensor) -> list[Tensor | None]:
+        """By what lies behind the gates, and by the same tensors where f closes over what was made from them."""
+        gates = {place: self._behind[id(t)][1] for place, t in enumerate(inputs) if id(t) in self._behind}
         self._open[0] = False
         try:
-            return torch.autograd.grad(value, inputs, weight, create_graph=True, allow_unused=True)
+            return gradients_up_to(value, inputs, weight, instead=gates, create_graph=True)
         finally:
             self._open[0] = True
 
@@ -176,6 +177,45 @@ def transposed_product(value_BPN: Tensor, at_BPN: Tensor, y_BPN: Tensor, *, crea
         value_BPN, at_BPN, y_BPN, retain_graph=True, create_graph=create_graph, allow_unused=True
     )
     return torch.zeros_like(y_BPN) if product is None else product
+
+
+def gradients_up_to(
+    value: Tensor, inputs: list[Tensor], weight: Tensor, *, instead: dict[int, Tensor], create_graph: bool
+) -> list[Tensor | None]:
+    """The derivatives by `inputs`, where f took others `instead` of some of them (by place in the list).
+
+    f may close over tensors that were made from such an input, so it is asked for as well. Its gradient stops there:
+    the caller sends the sum on to what the input was made from, which may be among the inputs too.
+    """
+    stopped: dict[int, Tensor] = {}
+
+    def stop_at(place: int) -> Callable[[Tensor], Tensor | None]:
+        def hook(grad: Tensor | None) -> Tensor | None:
+            if grad is None:  # the way here was through a closed gate
+                return None
+            stopped[place] = grad
+            return torch.zeros_like(grad)
+
+        return hook
+
+    hooks = [inputs[place].register_hook(stop_at(place)) for place in instead if inputs[place].grad_fn is not None]
+    try:
+        found = torch.autograd.grad(
+            value,
+            [*inputs, *instead.values()],
+            weight,
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    totals: list[Tensor | None] = [stopped.get(place, grad) for place, grad in enumerate(found[: len(inputs)])]
+    for place, grad in zip(instead, found[len(inputs) :], strict=True):
+        before = totals[place]
+        totals[place] = grad if before is None else before if grad is None else before + grad
+    return totals
 
 
 def reachable(value: Tensor, stops: list[Tensor]) -> tuple[list[Tensor], bool]:

@@ -52,6 +52,9 @@ class Implicit(AttachedAdjoint):
             grad_rtol=self.grad_rtol,
         )
 
+    def without_compaction(self) -> Implicit:
+        return dataclasses.replace(self, compact=False)
+
     def tighter(
         self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], max_steps: int
     ) -> Tolerance | None:

@@ -30,11 +30,16 @@ class ReuseForward(AttachedAdjoint):
     refine: int = 5
     _: dataclasses.KW_ONLY
     tol: Tolerance = dataclasses.field(default_factory=Tolerance)
+    compact: bool = True
+    """As for `Implicit`."""
     needs_solver_state = True
 
     def __post_init__(self) -> None:
         check_count("refine", self.refine)
         check_settings(None, self.tol, None)
+
+    def without_compaction(self) -> ReuseForward:
+        return dataclasses.replace(self, compact=False)
 
     def _attach(
         self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
@@ -54,6 +59,7 @@ class ReuseForward(AttachedAdjoint):
             solver=_Preconditioned(memory),
             tol=self.tol,
             max_steps=self.refine,
+            compact=self.compact,
             start=memory.apply_transposed,
         )
         return BackwardPass(method, equation, solution, on_backward).attach(z_BPN)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
-from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, refuse_transforms
+from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, gradients_up_to, refuse_transforms
 from deqkit.solve import FixedPointIteration, NumericalWarning, Solution, Tolerance, fixed_point
 from deqkit.solve._packing import Packing, map_tensors
 
@@ -135,14 +135,14 @@ class _Reversed(torch.autograd.Function):
         fresh = {id(t): t.detach().requires_grad_() for t in differentiable_args(ctx.equation.args)}
         args = map_tensors(lambda t: fresh.get(id(t), t), ctx.equation.args)
         equation = ctx.equation.again(args=args)
-        inputs = [fresh[id(t)] if id(t) in fresh else t for t in touched]
+        instead = {place: fresh[id(t)] for place, t in enumerate(touched, 1) if id(t) in fresh}
         totals: list[Tensor | None] = [None] * len(touched)
 
         def back(at_BPN: Tensor, weight_BPN: Tensor) -> tuple[Tensor, Tensor]:
             """f at a point and J'w there; adds (df/dtheta)'w to the totals."""
             linearised = Linearised(equation, at_BPN.to(dtype))
-            product_BPN, *parts = torch.autograd.grad(
-                linearised.value, [linearised.source, *inputs], weight_BPN, retain_graph=True, allow_unused=True
+            product_BPN, *parts = gradients_up_to(
+                linearised.value, [linearised.source, *touched], weight_BPN, instead=instead, create_graph=False
             )
             for place, part in enumerate(parts):
                 if part is not None:

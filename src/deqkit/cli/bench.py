@@ -36,10 +36,11 @@ class BenchSolvers(Command):
         if self.json:
             print(json.dumps(results, indent=1))
         else:
-            console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+            console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH + 10)
             for cell in results["cells"]:
                 console.print(_cell_table(cell))
-            console.print(_summary_table(results["summary"]))
+            if self.config.cell is None:  # the bars are about the built-in cells
+                console.print(_summary_table(results["summary"]))
             console.print(f"Results written to {path}", soft_wrap=True, highlight=False)
         return 0
 

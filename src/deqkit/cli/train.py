@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from deqkit._plain import unknown
 from deqkit.analysis.training_memory import training_memory
 from deqkit.cli._command import Command
 from deqkit.cli._terminal import STYLE, TABLE_WIDTH
-from deqkit.data import PrepareConfig, prepare
+from deqkit.data import PrepareConfig, open_corpus, prepare
 from deqkit.model import SequenceModel, num_parameters
 from deqkit.train.config import DeviceConfig, TrainConfig
 from deqkit.train.loop import train, try_step
@@ -47,6 +49,8 @@ class Train(Command):
     def default(cls, words: list[str]) -> tuple[Command | None, list[str]]:
         """The recipe that the first word names gives the options their defaults."""
         if words and not words[0].startswith("-"):
+            if "--resume" in words:
+                raise ValueError(f"a run goes on as the recipe it began with: leave out {words[0]!r} beside --resume")
             return cls(config=find_recipe(words[0])), words[1:]
         if "--resume" in words or "-h" in words or "--help" in words:
             return cls(config=demo()), words
@@ -54,23 +58,26 @@ class Train(Command):
 
     def run(self) -> int:
         if self.resume is not None:
+            if self != Train(config=demo(), resume=self.resume, json=self.json, debug=self.debug):
+                raise ValueError("a run goes on with its own configuration: leave out all options beside --resume")
             folder = RunFolder(self.resume)
             return self._train(folder.config(), folder, resume=True)
-        folder = RunFolder(self.out or Path("runs") / self.config.recipe)
-        config = resolve(self._with_text(folder))
         if self.dry_run:
-            return _dry_run(config, as_json=self.json)
+            with tempfile.TemporaryDirectory() as scratch:
+                return _dry_run(resolve(self._with_text(Path(scratch) / "data")), as_json=self.json)
+        folder = RunFolder(self.out or Path("runs") / self.config.recipe)
+        folder.require_free()  # before its text is prepared: a run that is there needs the text it had
+        config = resolve(self._with_text(folder.path.with_name(f"{folder.path.name}-data")))
         return self._train(config, folder, resume=False)
 
-    def _with_text(self, folder: RunFolder) -> TrainConfig:
-        """A text file is prepared first, beside the run."""
+    def _with_text(self, out: Path) -> TrainConfig:
+        """A text file is prepared first, in this folder, unless it was before."""
         source = Path(self.config.data.source)
         if not self.config.data.source or not source.is_file():
             return self.config
-        out = folder.path.with_name(f"{folder.path.name}-data")
-        if not out.exists():
+        if not _made_from(out, source):
             print(f"deqkit: preparing {source} in {out}", file=sys.stderr)
-            prepare(PrepareConfig(dataset="text", out=out, source=source))
+            prepare(PrepareConfig(dataset="text", out=out, source=source, overwrite=True))
         return replace(self.config, data=replace(self.config.data, source=str(out), fit_vocabulary=True))
 
     def _train(self, config: TrainConfig, folder: RunFolder, *, resume: bool) -> int:
@@ -109,6 +116,15 @@ class Recipes(Command):
         console.print(table)
         console.print("deqkit train RECIPE --dry-run tells what one needs; --help lists every option.", highlight=False)
         return 0
+
+
+def _made_from(folder: Path, text: Path) -> bool:
+    """Whether the folder holds the corpus of this very text."""
+    if not folder.exists():
+        return False
+    with text.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return [source.sha256 for source in open_corpus(folder).manifest.sources] == [digest]
 
 
 def find_recipe(name: str) -> TrainConfig:

@@ -94,6 +94,10 @@ def read_manifest(folder: Path) -> Manifest:
         DataError: There is no corpus, or its manifest is damaged.
     """
     path = folder / MANIFEST_NAME
+    if not folder.exists():
+        raise DataError(f"{folder} does not exist")
+    if folder.is_file():
+        raise DataError(f"{folder} is a file, not a corpus; make one of it with `deqkit data prepare`")
     if not path.is_file():
         raise DataError(f"{folder} holds no corpus ({MANIFEST_NAME} is missing); make one with `deqkit data prepare`")
     try:

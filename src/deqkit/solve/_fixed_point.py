@@ -97,19 +97,37 @@ class FunctionProblem:
     def __init__(self, f: Callable[..., Any], packing: Packing, args: tuple[Any, ...]) -> None:
         self._f, self._packing, self._args = f, packing, args
         self._num_checks = 3  # dropout of zeros is zero: an f that draws random numbers is looked at again
+        self._was_cut = False  # since the last evaluation
         self.can_compact = bool(tensors_in(args))
 
     def evaluate(self, z_BPN: Tensor) -> Tensor:
         if self._num_checks:
             self._num_checks -= 1
             return self._evaluate_and_check(z_BPN)
+        if self._was_cut:
+            self._was_cut = False
+            return self._evaluate_after_cut(z_BPN)
         return self._packing.pack(self._f(self._packing.unpack(z_BPN), *self._args))
+
+    def _evaluate_after_cut(self, z_BPN: Tensor) -> Tensor:
+        """The first time without samples that have left: an f that closes over its batch is found out here."""
+        try:
+            output = self._f(self._packing.unpack(z_BPN), *self._args)
+        except RuntimeError as error:
+            error.add_note(f"This was the first evaluation of f after samples had left the batch. {CLOSES_OVER}")
+            raise
+        num_samples = z_BPN.shape[0]
+        if any(t.shape[:1] != (num_samples,) for t in tensors_in(output)):
+            raise ValueError(f"f was given {num_samples} samples and returned another number. {CLOSES_OVER}")
+        return self._packing.pack(output)
 
     def _evaluate_and_check(self, z_BPN: Tensor) -> Tensor:
         """Check what f returns, and whether it draws random numbers that change its value."""
         state = self._packing.unpack(z_BPN)
-        before = _random_state(self._packing.device)
+        before, seen = _random_state(self._packing.device), _Version(z_BPN)
         output = self._f(state, *self._args)
+        if seen.has_changed():
+            raise ValueError(IN_PLACE)
         device = self._packing.device.type
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         self._packing.check_output(output, z_BPN.shape[0], autocast=autocast)
@@ -128,12 +146,36 @@ class FunctionProblem:
 
     def keep(self, index: Tensor) -> None:
         self._args = select(self._args, index)
+        self._was_cut = True
 
 
 NOT_FIXED = (
-    "f is not one fixed function: evaluated twice at the same point it gave two results. A dropout layer in training "
-    "mode does this: draw its mask once per solve, outside f (pass it in args), or call eval() on the layer"
+    "f is not one fixed function: at the same point it gave two results. A dropout layer in training mode does this: "
+    "draw its mask once per solve, outside f (pass it in args), or call eval() on the layer. So does an f in which "
+    "samples depend on each other, such as batch norm in training mode, when some of them have left the batch: call "
+    "eval() on the layer, or use compact=False"
 )
+IN_PLACE = (
+    "f changes its state in place, which the solver still needs. Let it make a new tensor: no z.add_(...), and no "
+    "nn.ReLU(inplace=True) as the first thing that z meets"
+)
+CLOSES_OVER = (
+    "If f closes over tensors with an entry for each sample, pass them in args, which are cut as the batch is, or use "
+    "compact=False"
+)
+
+
+class _Version:
+    """Whether a tensor is changed in place; inference tensors count no versions."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._before = tensor.clone() if tensor.is_inference() else tensor._version
+
+    def has_changed(self) -> bool:
+        if isinstance(self._before, Tensor):
+            return not torch.equal(self._before.nan_to_num(), self._tensor.nan_to_num())
+        return self._before != self._tensor._version
 
 
 def iterate(

@@ -50,7 +50,8 @@ def load_run(path: str | Path, which: str | int = "best") -> LoadedRun:
     checkpoint = _find(folder, which)
     state = read_state(checkpoint)
     with torch.random.fork_rng():  # the initial weights are thrown away; the caller's random numbers are not
-        model = SequenceModel(config.model)
+        # Not compiled, whatever training was: it would take minutes, and needs a compiler that may not be there.
+        model = SequenceModel(replace(config.model, compile=False))
     name = "averaged.safetensors" if state.get("num_averaged") else "model.safetensors"
     try:
         load_weights(model, read_checkpoint_tensors(checkpoint, name), source=str(checkpoint / name))

@@ -46,8 +46,7 @@ class RunFolder:
         Raises:
             RunError: there is something already.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self._content())):
-            raise RunError(f"{self.path} exists already: pass --resume {self.path} to continue it, or another --out")
+        self.require_free()
         record = {
             "deqkit": deqkit.__version__,
             "torch": torch.__version__,
@@ -58,6 +57,11 @@ class RunFolder:
         write_results(self.path / _CONFIG, record)  # from this moment on there is a run, which can be resumed
         self.checkpoints.mkdir(exist_ok=True)
 
+    def require_free(self) -> None:
+        """Raise a RunError if there is something here already."""
+        if self.path.exists() and (not self.path.is_dir() or any(self._content())):
+            raise RunError(f"{self.path} exists already: pass --resume {self.path} to continue it, or another --out")
+
     def _content(self) -> Iterator[Path]:
         """What is in the folder, apart from what a kill in the middle of `create` leaves."""
         return (path for path in self.path.iterdir() if not path.name.startswith(f".{_CONFIG}."))
@@ -67,7 +71,7 @@ class RunFolder:
         path = self.path / _CONFIG
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{self.path} is not a run: it has no config.json") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise RunError(f"{path} is damaged: {error}") from error

@@ -23,7 +23,7 @@ At another size it is scaled to keep the gain of a matrix, or the cell would app
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellSize:
-    """The size of the benchmark's own cells; the defaults are those of PEERS.md, section 4."""
+    """The size of the benchmark's own cells."""
 
     batch: int = 8
     """Samples in the batch."""
