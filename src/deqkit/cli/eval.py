@@ -16,7 +16,7 @@ from deqkit.analysis.results import results_header, write_results
 from deqkit.cli._command import Command
 from deqkit.cli._terminal import STYLE, TABLE_WIDTH, with_progress
 from deqkit.solve import AbstractSolver, Tolerance
-from deqkit.train.evaluate import evaluate, measure_leak, sweep
+from deqkit.train.evaluate import evaluate, measure_leak, peak_memory_mib, sweep
 from deqkit.train.load import LoadedRun, load_run
 from deqkit.train.progress import Progress
 from deqkit.train.tasks import AbstractTask
@@ -71,6 +71,7 @@ class Eval(Command):
             "figures": figures,
             "leak": measure_leak(loaded.model, task, self.split, **settings),
             "sweep": with_progress(lambda show: self._sweep(loaded, task, show)) if self.sweep else [],
+            "memory_mib": peak_memory_mib(),
         }
         path = write_results(self.run_folder / f"{self._name()}.json", result)
         if self.json:
@@ -138,6 +139,7 @@ def _print(result: dict[str, Any], task: AbstractTask, path: Path) -> None:
         if key in figures:
             table.add_row(name, f"{figures[key]:,}" if key == "num_tokens" else f"{figures[key]:.5g}")
     table.add_row("causality leak in nats", f"{result['leak']:.3g}")
+    table.add_row("memory of the process in MiB", f"{result['memory_mib']:,.0f}")
     console.print(table)
     if result["sweep"]:
         console.print(_sweep_table(result["sweep"], task.headline))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from typing import Any
 
@@ -164,3 +165,10 @@ def sweep(
             on_point(f"{name} {value:g}", number, len(runs))
         points.append({name: value, **evaluate(model, task, split, max_batches=max_batches, **settings)})
     return points
+
+
+def peak_memory_mib() -> float:
+    """The most that this process has held so far: of the GPU's memory, or else of the machine's."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

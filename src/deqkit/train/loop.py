@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from deqkit.model import ModelOutput
 from deqkit.solve import NonFiniteError, Status
 from deqkit.train.checkpoint import find_checkpoint, list_checkpoints, prune
 from deqkit.train.config import TrainConfig
-from deqkit.train.evaluate import evaluate
+from deqkit.train.evaluate import evaluate, peak_memory_mib
 from deqkit.train.optimiser import set_lr
 from deqkit.train.run_folder import MetricsFile, RunError, RunFolder, read_metrics
 from deqkit.train.state import TrainingState
@@ -178,7 +177,7 @@ def _update(state: TrainingState) -> Record:
         "shallow": "depth" in settings,
         "seconds": seconds,
         "tokens_per_second": batch.tokens_BT.numel() * accelerator.num_processes / seconds,
-        "memory_mib": _peak_memory_mib(),
+        "memory_mib": peak_memory_mib(),
     }
 
 
@@ -284,12 +283,6 @@ def _evaluate(state: TrainingState) -> Record:
             state.best_step = state.step
         state.schedule.evaluated(figures["loss"])
     return {"kind": "valid", "step": state.step, **figures, "seconds": time.perf_counter() - started}
-
-
-def _peak_memory_mib() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _any_process(accelerator: Accelerator, flag: bool) -> bool:
