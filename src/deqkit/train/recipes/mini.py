@@ -45,9 +45,14 @@ def ptb_mini() -> TrainConfig:
 
 
 def wikitext_2_mini() -> TrainConfig:
-    """A DEQ-Transformer with six million parameters on WikiText-2."""
+    """A DEQ-Transformer with six million parameters on WikiText-2.
+
+    Nearly all of them are in the table of words, which wants a lower rate than that of Penn Treebank: with 2e-3 the
+    validation perplexity after 300 steps is 411, with 4e-3 it is 458.
+    """
     vocabulary = VocabularyConfig(size=WIKITEXT2_WORDS, embedding_width=160, cutoffs=(2_000, 10_000))
-    return _mini(vocabulary, "wikitext-2-mini", "")
+    config = _mini(vocabulary, "wikitext-2-mini", "")
+    return replace(config, optimiser=replace(config.optimiser, lr=2e-3))
 
 
 def ptb_mini_lstm() -> TrainConfig:
@@ -77,11 +82,11 @@ def wt103_trellis_mini() -> TrainConfig:
     return replace(_trellis_mini(vocabulary), recipe="wt103-deq-trellisnet-mini")
 
 
-def untied(config: TrainConfig, depth: int) -> TrainConfig:
+def untied(config: TrainConfig, depth: int, *, lr: float) -> TrainConfig:
     """Untied layers that together have the parameters of the one cell: narrower heads and hidden layers.
 
-    They want a lower learning rate than a tied cell, whose gradients are sums over its applications: on the demo, 0.2,
-    0.4 and 1 times the cell's rate gave validation perplexities of 298, 205 and 267.
+    They have a learning rate of their own: on the demo, 0.2, 0.4 and 1 times the cell's rate gave validation
+    perplexities of 298, 205 and 267.
     """
     untied = layers(config, depth, tied=False)
     cell: Any = replace(untied.model.cell, head_width=16, hidden_width=1)
@@ -89,8 +94,7 @@ def untied(config: TrainConfig, depth: int) -> TrainConfig:
     smallest = num_cell_parameters(replace(untied.model, cell=cell))
     one_more = depth * (2 * cell.width + 1)  # a hidden unit in every layer: a row, a column and a bias
     cell = replace(cell, hidden_width=1 + round((size - smallest) / one_more))
-    optimiser = replace(untied.optimiser, lr=0.4 * untied.optimiser.lr)
-    return replace(untied, model=replace(untied.model, cell=cell), optimiser=optimiser)
+    return replace(untied, model=replace(untied.model, cell=cell), optimiser=replace(untied.optimiser, lr=lr))
 
 
 def _mini_lstm(config: TrainConfig) -> TrainConfig:
