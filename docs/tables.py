@@ -26,6 +26,7 @@ PAPER_ROWS = (
     "copy-memory",
     "table-2-ptb",
     "table-3-small",
+    "table-3-small-wikitext-2",
     "lstm",
     "causal-evaluation",
     "table-4-transformer",
@@ -124,6 +125,16 @@ def trellisnet() -> str:
     )
 
 
+def compiled() -> str:
+    results = read("bench_runtime_compile")
+    slower = [1 / results["comparison"][p]["ratios"]["DEQ, compiled"]["ratio"] for p in ("training", "inference")]
+    return prose(
+        f"With its cell compiled, a training step of `{results['config']['subject']}` takes {slower[0]:.2f} times as "
+        f"long as without, and inference {slower[1]:.2f} times (`deqkit bench runtime RUN --compile`, "
+        "`results/bench_runtime_compile.json`, one thread)."
+    )
+
+
 def length() -> str:
     rows, told = [], []
     for model, name in LENGTHS.items():
@@ -163,7 +174,15 @@ def generation() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    section.__name__: section for section in (memory, paper, solvers, runtime, ratios, trellisnet, length, generation)
+    "memory": memory,
+    "paper": paper,
+    "solvers": solvers,
+    "runtime": runtime,
+    "ratios": ratios,
+    "compiled": compiled,
+    "trellisnet": trellisnet,
+    "length": length,
+    "generation": generation,
 }
 
 

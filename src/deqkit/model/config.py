@@ -26,8 +26,8 @@ class ModelConfig:
     checkpoint: bool = False
     """Keep only the states between the layers of a stack, and compute the rest again in the backward pass."""
     compile: bool = False
-    """Evaluate what `torch.compile` makes of the cell, where a text is not being written. The first steps of a run
-    then take minutes; docs/performance.md says what is gained."""
+    """Evaluate what `torch.compile` makes of the cell, in training. The first steps then take minutes, and on a CPU the
+    others are slower too; for GPUs, where it was not tried."""
     mem_len: int = 0
     """Positions of earlier segments that a segment sees. A trellis cell needs, and keeps, only what its kernel
     reaches, as a convolution network does, and a recurrent one keeps its state; for them any number but 0 means
