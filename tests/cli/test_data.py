@@ -109,7 +109,7 @@ def test_a_terminal_gets_a_bar(raw, tmp_path, capsys, monkeypatch):
         ("prepare enwik8 --from {raw} --out {out}", 1, "enwik8 does not exist"),
         ("prepare ptb --from {raw} --out {raw}", 1, "is inside"),
         ("info {raw}", 1, "holds no corpus"),
-        ("info {raw}/none", 1, "holds no corpus"),
+        ("info {raw}/none", 1, "does not exist"),
         ("info", 2, "folder"),
     ],
 )

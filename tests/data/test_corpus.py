@@ -149,7 +149,7 @@ def damage_no_manifest(folder: Path) -> None:
         (damage_not_an_object, r"manifest\.json is damaged"),
         (damage_version, "is not a corpus of this version of deqkit"),
         (damage_no_manifest, r"holds no corpus \(manifest\.json is missing\)"),
-        (shutil.rmtree, "holds no corpus"),
+        (shutil.rmtree, "does not exist"),
     ],
 )
 def test_damage_is_found_at_once_and_told_in_one_line(damage, message, tmp_path):
