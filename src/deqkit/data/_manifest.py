@@ -95,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.exists():
-        raise DataError(f"{folder} does not exist")
+        raise DataError(f"{folder} does not exist; name a corpus that `deqkit data prepare` made")
     if folder.is_file():
         raise DataError(f"{folder} is a file, not a corpus; make one of it with `deqkit data prepare`")
     if not path.is_file():
