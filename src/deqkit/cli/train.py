@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -75,7 +74,7 @@ class Train(Command):
         source = Path(self.config.data.source)
         if not self.config.data.source or not source.is_file():
             return self.config
-        if not _made_from(out, source):
+        if not (out.exists() and open_corpus(out).is_made_from(source)):
             print(f"deqkit: preparing {source} in {out}", file=sys.stderr)
             prepare(PrepareConfig(dataset="text", out=out, source=source, overwrite=True))
         return replace(self.config, data=replace(self.config.data, source=str(out), fit_vocabulary=True))
@@ -116,15 +115,6 @@ class Recipes(Command):
         console.print(table)
         console.print("deqkit train RECIPE --dry-run tells what one needs; --help lists every option.", highlight=False)
         return 0
-
-
-def _made_from(folder: Path, text: Path) -> bool:
-    """Whether the folder holds the corpus of this very text."""
-    if not folder.exists():
-        return False
-    with text.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return [source.sha256 for source in open_corpus(folder).manifest.sources] == [digest]
 
 
 def find_recipe(name: str) -> TrainConfig:

@@ -56,6 +56,10 @@ class Corpus:
         """Hash of the vocabulary and all ids, to be stored with a run."""
         return data_hash(self.fingerprint, self.manifest.splits)
 
+    def is_made_from(self, text: Path) -> bool:
+        """Whether this file, as it is now, is what the corpus was prepared from."""
+        return [source.sha256 for source in self.manifest.sources] == [sha256_of(text)]
+
     def split(self, name: str) -> np.ndarray:
         """The ids of "train", "valid" or "test": one dimension, read-only, memory-mapped when from a folder."""
         if name not in self._splits:
