@@ -120,7 +120,7 @@ def ptb_mini_long() -> TrainConfig:
     config = ptb_mini()
     cell: Any = replace(config.model.cell, dropout=0.15, hidden_dropout=0.15)  # pyright: ignore
     model = replace(config.model, cell=cell, input_dropout=0.2, output_dropout=0.2)
-    return _long(config, model, steps=5_000, lr=3e-3)
+    return _long(config, model, steps=5_000, lr=2e-3)
 
 
 def ptb_mini_lstm_long() -> TrainConfig:
