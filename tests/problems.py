@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deqkit.solve import GMRES, Anderson, Broyden, Fallback, FixedPointIteration, NewtonKrylov
+from deqkit.solve import GMRES, Anderson, Broyden, Evaluation, Fallback, FixedPointIteration, NewtonKrylov
 
 # B samples, N numbers in a state, T positions, D width
 
@@ -34,6 +34,11 @@ SOLVERS = {
     "gmres-restarted": GMRES(restart=3),
     "fallback": Fallback(Anderson(), NewtonKrylov()),
 }
+
+
+def evaluation(z_BPN: Tensor, fz_BPN: Tensor) -> Evaluation:
+    """What the loop tells a solver, for steps by hand."""
+    return Evaluation(z_BPN, fz_BPN, fz_BPN - z_BPN, torch.linalg.vector_norm(fz_BPN, dim=2).double())
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

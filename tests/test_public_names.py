@@ -57,6 +57,7 @@ EXPECTED = {
         "AbstractSolver",
         "Anderson",
         "Broyden",
+        "Evaluation",
         "Fallback",
         "FixedPointIteration",
         "GMRES",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deqkit.solve import Broyden, Tolerance
-from problems import normal, tanh
+from problems import evaluation, normal, tanh
 
 # N numbers in a state; B is the inverse Jacobian here, as in the paper
 
@@ -38,7 +38,8 @@ def drive(solver, f, z_N, *, steps):
     state = solver.init(z_BPN, NO_TOL)
     iterates = [z_N]
     for _ in range(steps):
-        z_BPN, state = solver.step(z_BPN, f(z_BPN.view(1, -1)).view(1, 1, -1), state)
+        fz_BPN = f(z_BPN.view(1, -1)).view(1, 1, -1)
+        z_BPN, state = solver.step(evaluation(z_BPN, fz_BPN), state)
         iterates.append(z_BPN.flatten())
     return torch.stack(iterates), state
 

@@ -106,8 +106,8 @@ def test_the_verdict_is_about_the_point_returned():
     class Jump(FixedPointIteration):
         """Plain iteration that first moves far away, as a Newton step may."""
 
-        def step(self, z_BPN, fz_BPN, state):
-            return (torch.where(z_BPN.norm() < 10, torch.full_like(z_BPN, 1e4), fz_BPN)), state
+        def step(self, at, state):
+            return (torch.where(at.z_BPN.norm() < 10, torch.full_like(at.z_BPN, 1e4), at.fz_BPN)), state
 
     z0_BN = torch.tensor([[0.5, 0.0]]).double()
     solution = fixed_point(f, z0_BN, solver=Fallback(STALLS, Jump()), tol=Tolerance(rtol=1e-3), max_steps=60)

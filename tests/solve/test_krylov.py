@@ -9,7 +9,7 @@ import scipy.sparse.linalg
 import torch
 
 from deqkit.solve import GMRES, Anderson, Broyden, NewtonKrylov, Status, Tolerance, fixed_point
-from problems import affine_map, contraction, expansive, non_normal, normal
+from problems import affine_map, contraction, evaluation, expansive, non_normal, normal
 
 # B samples, N numbers in a state
 
@@ -79,7 +79,8 @@ def test_anderson_is_gmres_in_disguise():
     state = solver.init(z_BPN, Tolerance())
     krylov = [b_N]
     for step in range(8):
-        z_BPN, state = solver.step(z_BPN, affine_map(z_BPN[:, 0], *problem.args).unsqueeze(1), state)
+        fz_BPN = affine_map(z_BPN[:, 0], *problem.args).unsqueeze(1)
+        z_BPN, state = solver.step(evaluation(z_BPN, fz_BPN), state)
         if step > 0:
             # The point of smallest residual in span(r, ..., (I-A)^(k-1) r), densely, then one plain step.
             basis_NM = torch.stack(krylov, dim=1)
@@ -100,7 +101,7 @@ def test_anderson_step_minimises_over_its_memory(memory):
         fz_BPN = affine_map(z_BPN[:, 0], *problem.args).unsqueeze(1)
         z_N.append(z_BPN.flatten())
         r_N.append((fz_BPN - z_BPN).flatten())
-        z_BPN, state = solver.step(z_BPN, fz_BPN, state)
+        z_BPN, state = solver.step(evaluation(z_BPN, fz_BPN), state)
         expected_N = z_N[-1] + 0.7 * r_N[-1]
         if len(z_N) > 1:
             dz_NM = torch.stack(z_N, dim=1).diff(dim=1)[:, -memory:]

@@ -10,7 +10,7 @@ from torch import Tensor
 from deqkit.adjoint._backward import BackwardPass, LinearSolve
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
-from deqkit.solve import AbstractSolver, Anderson, Solution, Tolerance
+from deqkit.solve import AbstractSolver, Anderson, Evaluation, Solution, Tolerance
 from deqkit.solve._fixed_point import check_settings
 from deqkit.solve._solver import check_count
 from deqkit.solve.broyden import BroydenMemory
@@ -75,8 +75,9 @@ class _Preconditioned(AbstractSolver):
     def init(self, z_BPN: Tensor, tol: Tolerance) -> tuple[BroydenMemory, Any]:
         return self._memory, self._inner.init(z_BPN, tol)
 
-    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: tuple[BroydenMemory, Any]) -> tuple[Tensor, Any]:
+    def step(self, at: Evaluation, state: tuple[BroydenMemory, Any]) -> tuple[Tensor, Any]:
         memory, inner = state
-        better_BPN = memory.apply_transposed(fz_BPN - z_BPN)
-        proposed_BPN, inner = self._inner.step(z_BPN, z_BPN + better_BPN, inner)
+        better_BPN = memory.apply_transposed(at.residual_BPN)
+        better = Evaluation(at.z_BPN, at.z_BPN + better_BPN, better_BPN, at.scale_BP)
+        proposed_BPN, inner = self._inner.step(better, inner)
         return proposed_BPN, (memory, inner)

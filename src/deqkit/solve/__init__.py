@@ -7,6 +7,7 @@ from deqkit.solve._solution import NumericalWarning as NumericalWarning
 from deqkit.solve._solution import Solution as Solution
 from deqkit.solve._solution import Status as Status
 from deqkit.solve._solver import AbstractSolver as AbstractSolver
+from deqkit.solve._solver import Evaluation as Evaluation
 from deqkit.solve._tolerance import Tolerance as Tolerance
 from deqkit.solve.anderson import Anderson as Anderson
 from deqkit.solve.broyden import Broyden as Broyden
@@ -20,6 +21,7 @@ __all__ = [
     "AbstractSolver",
     "Anderson",
     "Broyden",
+    "Evaluation",
     "Fallback",
     "FixedPointIteration",
     "NewtonKrylov",

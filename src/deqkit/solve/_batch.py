@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deqkit.solve._packing import select
 from deqkit.solve._solution import Status
+from deqkit.solve._solver import Evaluation
 
 # B samples still in the batch, P groups of positions (1 unless the solver is causal), N numbers in a group
 
@@ -20,16 +21,19 @@ _PROGRESS = 0.999  # a residual has fallen if it is this much smaller than when 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Residuals:
-    """Of one evaluation, in float64."""
+    """Of one evaluation; their sizes in float64."""
 
+    at: Evaluation
     norm_BP: Tensor
     """||f(z) - z||"""
-    scale_BP: Tensor
-    """||f(z)||"""
     bound_BP: Tensor
     """The norm that the tolerance allows."""
     ratio_BP: Tensor
     """The norm as a multiple of that, which tells points apart."""
+
+    @property
+    def scale_BP(self) -> Tensor:
+        return self.at.scale_BP
 
 
 @dataclasses.dataclass
@@ -56,7 +60,7 @@ class Batch:
     evals_B: Tensor
     amplification_B: Tensor
     previous: tuple[Tensor, Tensor] | None = None
-    """The last point and f of it: what solvers keep too, so that they share the memory."""
+    """The last residual and f: what solvers keep too, so that they share the memory."""
     solver_state: Any = None
 
     @classmethod
@@ -97,9 +101,9 @@ class Batch:
         falls_BP = found.ratio_BP < torch.minimum(_PROGRESS * self.mark_BP, self.best_BP)
         return not bool((~(falls_BP & (found.norm_BP > found.bound_BP))).any())
 
-    def note_progress(self, z_BPN: Tensor, found: Residuals) -> None:
+    def note_progress(self, found: Residuals) -> None:
         """All that there is to note where all fall and all are active: the same as `judge` and `record` would."""
-        self.best_z_BPN = z_BPN
+        self.best_z_BPN = found.at.z_BPN
         self.best_BP = self.mark_BP = found.ratio_BP
         self.waited_BP = torch.zeros_like(self.waited_BP)
         self.norm_B, self.scale_B = found.norm_BP[:, -1], found.scale_BP[:, -1]
@@ -144,24 +148,24 @@ class Batch:
         self.norm_B = torch.where(taken_B, found.norm_BP[:, -1], self.norm_B)
         self.scale_B = torch.where(taken_B, found.scale_BP[:, -1], self.scale_B)
 
-    def estimate_amplification(self, z_BPN: Tensor, fz_BPN: Tensor, finished_B: Tensor) -> None:
+    def estimate_amplification(self, at: Evaluation, finished_B: Tensor) -> None:
         """||dz|| / ||dresidual|| of the last step: how far z is from the solution for a residual of a given size."""
         assert self.previous is not None
-        last_z_BPN, last_fz_BPN = self.previous
-        dz_BPN = z_BPN - last_z_BPN
-        moved_B = torch.linalg.vector_norm(dz_BPN, dim=(1, 2), dtype=torch.float64)
-        changed_B = torch.linalg.vector_norm(fz_BPN - last_fz_BPN - dz_BPN, dim=(1, 2), dtype=torch.float64)
+        last_residual_BPN, last_fz_BPN = self.previous
+        change_BPN = at.residual_BPN - last_residual_BPN
+        moved_B = torch.linalg.vector_norm(at.fz_BPN - last_fz_BPN - change_BPN, dim=(1, 2), dtype=torch.float64)
+        changed_B = torch.linalg.vector_norm(change_BPN, dim=(1, 2), dtype=torch.float64)
         usable_B = finished_B & (changed_B > 0)
         self.amplification_B = torch.where(usable_B, moved_B / changed_B, self.amplification_B)
 
 
-def norm(x_BPN: Tensor, *, look: bool) -> Tensor:
-    """||x|| in float64. Squares of float32 numbers may under- or overflow; only then is the slower way needed."""
+def norms(*parts_BPN: Tensor, look: bool) -> Tensor:
+    """||x|| of every part in float64. Squares of float32 may under- or overflow; only then is the slower way needed."""
     if look:
-        norm_BP = torch.linalg.vector_norm(x_BPN, dim=2).double()
-        if not bool((~((norm_BP > 1e-15) & (norm_BP < 1e18))).any()):  # nan counts as unusual
-            return norm_BP
-    return torch.linalg.vector_norm(x_BPN, dim=2, dtype=torch.float64)
+        norms_XBP = torch.stack([torch.linalg.vector_norm(x_BPN, dim=2) for x_BPN in parts_BPN]).double()
+        if not bool((~((norms_XBP > 1e-15) & (norms_XBP < 1e18))).any()):  # nan counts as unusual
+            return norms_XBP
+    return torch.stack([torch.linalg.vector_norm(x_BPN, dim=2, dtype=torch.float64) for x_BPN in parts_BPN])
 
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:

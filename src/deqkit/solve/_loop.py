@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deqkit.solve._batch import ACTIVE, CONVERGED, MAX_STEPS, Batch, Residuals, concatenate, norm, ratio
+from deqkit.solve._batch import ACTIVE, CONVERGED, MAX_STEPS, Batch, Residuals, concatenate, norms, ratio
 from deqkit.solve._packing import Packing, select
 from deqkit.solve._solution import Solution
-from deqkit.solve._solver import AbstractSolver
+from deqkit.solve._solver import AbstractSolver, Evaluation
 from deqkit.solve._tolerance import Tolerance
 
 # B samples still in the batch, P groups of positions (1 unless the solver is causal), N numbers in a group
@@ -105,67 +105,65 @@ class Loop:
         for num_evals in range(1, options.max_steps + 1):
             z_BPN = self._now.z_BPN
             assert z_BPN is not None
-            fz_BPN = self._evaluate(z_BPN)
+            found = self._evaluate(z_BPN)
             checking = num_evals % options.check_every == 0
-            self._judge(z_BPN, fz_BPN, checking=checking)
+            self._judge(found, checking=checking)
             # A causal solve returns every position's own best point: the last evaluation is kept to measure that.
             if num_evals >= options.max_steps - int(self._causal):
                 return
             if checking and not self._go_on_with_unsolved():
                 return
-            self._step(z_BPN, fz_BPN)
+            self._step(found.at)
 
-    def _evaluate(self, z_BPN: Tensor) -> Tensor:
+    def _evaluate(self, z_BPN: Tensor) -> Residuals:
+        """f, and the residual of every sample, or of every position with those before it."""
         begin = time.perf_counter()
         fz_BPN = self._problem.evaluate(z_BPN)
         self._seconds_in_f += time.perf_counter() - begin
-        return fz_BPN
-
-    def _residuals(self, z_BPN: Tensor, fz_BPN: Tensor) -> Residuals:
-        """Of every sample, or of every position with those before it."""
         look, tol = self._options.check_every == 1, self._options.tol
-        norm_BP, scale_BP = norm(fz_BPN - z_BPN, look=look), norm(fz_BPN, look=look)
+        residual_BPN = fz_BPN - z_BPN
+        norms_2BP = norms(residual_BPN, fz_BPN, look=look)
         if self._causal:
-            norm_BP = norm_BP.square().cumsum(1).sqrt()
-            scale_BP = scale_BP.square().cumsum(1).sqrt()
+            norms_2BP = norms_2BP.square_().cumsum(2).sqrt_()
+        norm_BP, scale_BP = norms_2BP.unbind(0)
         bound_BP = tol.bound(scale_BP, self._tokens_P)
         # Without a tolerance the size of the residual itself tells points apart.
         ratio_BP = norm_BP if tol.rtol == tol.atol == 0 else ratio(norm_BP, bound_BP)
-        return Residuals(norm_BP, scale_BP, bound_BP, ratio_BP)
+        return Residuals(Evaluation(z_BPN, fz_BPN, residual_BPN, scale_BP), norm_BP, bound_BP, ratio_BP)
 
-    def _judge(self, z_BPN: Tensor, fz_BPN: Tensor, *, checking: bool) -> None:
+    def _judge(self, found: Residuals, *, checking: bool) -> None:
         """Decide which positions are done, and keep the best point of each."""
-        now, found = self._now, self._residuals(z_BPN, fz_BPN)
+        now = self._now
         if self._num_evals == 0:
             now.first_scale_BP = found.scale_BP
         self._num_evals += 1
         now.largest_BP = torch.fmax(now.largest_BP, found.norm_BP)
         # The usual step, of which little is to be noted.
         if checking and self._all_active and self._num_evals < self._least_budget and now.all_fall(found):
-            now.note_progress(z_BPN, found)
+            now.note_progress(found)
             if self._options.trace:
                 self._note_trace(found, torch.ones_like(now.sample_B, dtype=torch.bool))
             return
 
         alive_B = (now.codes_BP == ACTIVE).any(1)
         taken_BP = now.judge(found, atol=self._options.tol.atol, patience=self._patience, causal=self._causal)
-        now.best_z_BPN = _choose(taken_BP, z_BPN, now.best_z_BPN, look=checking)
+        now.best_z_BPN = _choose(taken_BP, found.at.z_BPN, now.best_z_BPN, look=checking)
         now.record(found, alive_B, taken_BP[:, 0], causal=self._causal)
         if self._options.trace:
             self._note_trace(found, alive_B)
         finished_B = alive_B & (now.codes_BP != ACTIVE).all(1)
         if not checking or bool(finished_B.any()):
-            self._look_back(z_BPN, fz_BPN, finished_B)
+            self._look_back(found.at, finished_B)
         self._all_active = False  # or not known
 
     def _note_trace(self, found: Residuals, counted_B: Tensor) -> None:
         residual_B = ratio(found.norm_BP[:, -1], found.scale_BP[:, -1])
         self._trace.append((self._now.sample_B, counted_B, residual_B))
 
-    def _look_back(self, z_BPN: Tensor, fz_BPN: Tensor, finished_B: Tensor) -> None:
+    def _look_back(self, at: Evaluation, finished_B: Tensor) -> None:
         """For samples that have just finished: what their last step and the solver's memory tell."""
         if self._now.previous is not None:
-            self._now.estimate_amplification(z_BPN, fz_BPN, finished_B)
+            self._now.estimate_amplification(at, finished_B)
         if self._options.keep_solver_state and bool(finished_B.any()):
             self._keep_states(finished_B)
 
@@ -196,15 +194,15 @@ class Loop:
         self._kept_B = index
         return True
 
-    def _step(self, z_BPN: Tensor, fz_BPN: Tensor) -> None:
+    def _step(self, at: Evaluation) -> None:
         now = self._now
         if (kept_B := self._kept_B) is not None:
-            z_BPN, fz_BPN = z_BPN.index_select(0, kept_B), fz_BPN.index_select(0, kept_B)
+            at = select(at, kept_B)
             self._kept_B = None
-        proposed_BPN, now.solver_state = self._solver.step(z_BPN, fz_BPN, now.solver_state)
+        proposed_BPN, now.solver_state = self._solver.step(at, now.solver_state)
         if proposed_BPN.dtype != self._packing.dtype:  # f sees the rounded point, so that is the point
             proposed_BPN = proposed_BPN.to(self._packing.dtype).to(proposed_BPN.dtype)
-        now.previous = (z_BPN, fz_BPN)
+        now.previous = (at.residual_BPN, at.fz_BPN)
         active_BP = now.codes_BP == ACTIVE
         if not self._all_active and self._options.check_every == 1:
             self._all_active = not bool((~active_BP).any())
@@ -218,8 +216,7 @@ class Loop:
         open_B = (now.codes_BP != CONVERGED).any(1)
         if now.z_BPN is None or not bool(open_B.any()) or torch.equal(now.z_BPN, now.best_z_BPN):
             return
-        fz_BPN = self._evaluate(now.best_z_BPN)
-        found = self._residuals(now.best_z_BPN, fz_BPN)
+        found = self._evaluate(now.best_z_BPN)
         now.norm_B = torch.where(open_B, found.norm_BP[:, -1], now.norm_B)
         now.scale_B = torch.where(open_B, found.scale_BP[:, -1], now.scale_B)
         now.evals_B = now.evals_B + open_B

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deqkit.solve._tolerance import Tolerance
@@ -12,12 +14,29 @@ from deqkit.solve._tolerance import Tolerance
 # B samples, P groups of positions (1, or every position if steps must be causal), N numbers in a group
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A point at which f was evaluated, and what the loop has measured there."""
+
+    z_BPN: Tensor
+    fz_BPN: Tensor
+    residual_BPN: Tensor
+    """f(z) - z"""
+    scale_BP: Tensor
+    """||f(z)|| in float64: of a sample, or with `group="prefix"` of each position with the ones before it."""
+
+    @property
+    def rounding_BP(self) -> Tensor:
+        """The length below which a change of the residual is rounding noise, which must not steer a step."""
+        return torch.finfo(self.fz_BPN.dtype).eps * self.scale_BP
+
+
 class AbstractSolver(abc.ABC):
     """Proposes the next point; the loop evaluates f, measures, judges, keeps the best point and stops.
 
     Solvers are frozen values: all that changes during a solve lives in the state that `init` returns and `step`
     passes on. A state is a dataclass, tuple or dict whose tensors are batch first, so that the loop can drop samples
-    that are done. A solver must treat samples independently, and must not write to `z` or `fz`.
+    that are done. A solver must treat samples independently, and must not write to the tensors it is given.
     """
 
     group: str = "sample"
@@ -30,8 +49,8 @@ class AbstractSolver(abc.ABC):
         """The state before the first evaluation. `tol` is what the loop will ask of the result."""
 
     @abc.abstractmethod
-    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The next point at which to evaluate f, given f at the last one."""
+    def step(self, at: Evaluation, state: Any) -> tuple[Tensor, Any]:
+        """The next point at which to evaluate f, given the last one."""
 
 
 def check_damping(name: str, value: float) -> None:

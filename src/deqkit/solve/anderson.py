@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._linalg import solve_normal_equations, subtract_combination
-from deqkit.solve._solver import AbstractSolver, check_count, check_damping, check_group
+from deqkit.solve._solver import AbstractSolver, Evaluation, check_count, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, P groups of positions (1 for group="sample"), N numbers in a group, M remembered differences
@@ -16,7 +16,7 @@ from deqkit.solve._tolerance import Tolerance
 
 @dataclasses.dataclass
 class _Memory:
-    """The last M differences of residuals and of steps, their inner products, and the point before this one."""
+    """The last M differences of residuals and of steps, their inner products, and residual and f before this one."""
 
     residuals_BPMN: Tensor
     steps_BPMN: Tensor
@@ -66,28 +66,27 @@ class Anderson(AbstractSolver):
             rhs_BPM=torch.zeros(size, groups, self.memory, dtype=torch.float64, device=z_BPN.device),
         )
 
-    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: _Memory) -> tuple[Tensor, _Memory]:
-        plain_BPN = fz_BPN if self.mixing == 1 else torch.lerp(z_BPN, fz_BPN, self.mixing)
+    def step(self, at: Evaluation, state: _Memory) -> tuple[Tensor, _Memory]:
+        fz_BPN, residual_BPN = at.fz_BPN, at.residual_BPN
+        plain_BPN = fz_BPN if self.mixing == 1 else torch.lerp(at.z_BPN, fz_BPN, self.mixing)
         if state.last is None:
-            state.last = (z_BPN, fz_BPN)
+            state.last = (residual_BPN, fz_BPN)
             return plain_BPN, state
 
         slot = state.count % self.memory
         state.count += 1
         used = min(state.count, self.memory)
-        last_z_BPN, last_fz_BPN = state.last
-        state.last = (z_BPN, fz_BPN)
-        # dz, then df, in whose places the residual's change df - dz and the step dz + mixing (df - dz) end up.
-        dr_BPN = torch.sub(z_BPN, last_z_BPN, out=state.residuals_BPMN[:, :, slot])
+        last_residual_BPN, last_fz_BPN = state.last
+        state.last = (residual_BPN, fz_BPN)
+        dr_BPN = torch.sub(residual_BPN, last_residual_BPN, out=state.residuals_BPMN[:, :, slot])
         step_BPN = torch.sub(fz_BPN, last_fz_BPN, out=state.steps_BPMN[:, :, slot])
-        torch.sub(step_BPN, dr_BPN, out=dr_BPN)
-        if self.mixing != 1:
+        if self.mixing != 1:  # dz + mixing dr, where df = dz + dr
             step_BPN.add_(dr_BPN, alpha=self.mixing - 1)
 
         # One pass over the memory gives the new row of the Gram matrix, and what it adds to the right-hand side: the
         # residual has changed by dr.
         row_BPM = (dr_BPN.unsqueeze(2) @ state.residuals_BPMN[:, :, :used].mT).squeeze(2).double()
-        own_BP1 = torch.linalg.vecdot(dr_BPN, fz_BPN - z_BPN).double().unsqueeze(2)
+        own_BP1 = torch.linalg.vecdot(dr_BPN, residual_BPN).double().unsqueeze(2)
         if self.group == "prefix":
             row_BPM, own_BP1 = row_BPM.cumsum(1), own_BP1.cumsum(1)
         state.gram_BPMM[:, :, slot, :used] = state.gram_BPMM[:, :, :used, slot] = row_BPM
@@ -97,17 +96,10 @@ class Anderson(AbstractSolver):
         gamma_BPM = solve_normal_equations(
             state.gram_BPMM[:, :, :used, :used],
             state.rhs_BPM[:, :, :used],
-            ridge=self._ridge(z_BPN.dtype),
-            floor_BP=self._rounding(fz_BPN),
+            ridge=self._ridge(fz_BPN.dtype),
+            floor_BP=at.rounding_BP.square(),
         )
         return subtract_combination(plain_BPN, gamma_BPM, state.steps_BPMN[:, :, :used]), state
 
     def _ridge(self, dtype: torch.dtype) -> float:
         return 10 * torch.finfo(dtype).eps if self.ridge is None else self.ridge
-
-    def _rounding(self, fz_BPN: Tensor) -> Tensor:
-        """Square of the size below which a difference of residuals is rounding noise: it must not steer the step."""
-        squares_BP = torch.linalg.vector_norm(fz_BPN, dim=2).double().square()
-        if self.group == "prefix":
-            squares_BP = squares_BP.cumsum(1)
-        return squares_BP * torch.finfo(fz_BPN.dtype).eps ** 2

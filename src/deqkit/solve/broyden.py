@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._linalg import solve_or_zero, subtract_combination
-from deqkit.solve._solver import AbstractSolver, check_count, check_damping, check_group
+from deqkit.solve._solver import AbstractSolver, Evaluation, check_count, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, P groups of positions (1 for group="sample"), N numbers in a group, M remembered pairs
@@ -111,18 +111,19 @@ class Broyden(AbstractSolver):
             dots_BPM=zeros(size, groups, room),
         )
 
-    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: BroydenMemory) -> tuple[Tensor, BroydenMemory]:
+    def step(self, at: Evaluation, state: BroydenMemory) -> tuple[Tensor, BroydenMemory]:
+        z_BPN, fz_BPN = at.z_BPN, at.fz_BPN
         if state.last is None:
-            state.last = (z_BPN, fz_BPN)
+            state.last = (at.residual_BPN, fz_BPN)
             return torch.lerp(z_BPN, fz_BPN, self.damping), state
 
-        dots_BPM = self._remember(state, z_BPN, fz_BPN)
+        dots_BPM = self._remember(state, at)
         n = state.used
         weights_BPM = state.solve(state.k_BPMM[:, :, :n, :n], dots_BPM)
         full_BPN = subtract_combination(fz_BPN, -weights_BPM, state.df_BPMN[:, :, :n])
         return (full_BPN if self.damping == 1 else torch.lerp(z_BPN, full_BPN, self.damping)), state
 
-    def _remember(self, state: BroydenMemory, z_BPN: Tensor, fz_BPN: Tensor) -> Tensor:
+    def _remember(self, state: BroydenMemory, at: Evaluation) -> Tensor:
         """Put the newest pair in the place of the oldest; returns S'g."""
         assert state.last is not None
         if state.count == state.k_BPMM.shape[2] < self.memory:
@@ -130,25 +131,29 @@ class Broyden(AbstractSolver):
         slot = state.count % state.k_BPMM.shape[2]
         state.count += 1
         n = state.used
-        last_z_BPN, last_fz_BPN = state.last
-        state.last = (z_BPN, fz_BPN)
-        dz_BPN = torch.sub(z_BPN, last_z_BPN, out=state.dz_BPMN[:, :, slot])
-        df_BPN = torch.sub(fz_BPN, last_fz_BPN, out=state.df_BPMN[:, :, slot])
+        last_g_BPN, last_fz_BPN = state.last
+        state.last = (at.residual_BPN, at.fz_BPN)
+        dg_BPN = at.residual_BPN - last_g_BPN
+        df_BPN = torch.sub(at.fz_BPN, last_fz_BPN, out=state.df_BPMN[:, :, slot])
+        dz_BPN = torch.sub(df_BPN, dg_BPN, out=state.dz_BPMN[:, :, slot])
 
         # Two passes over the memory give the newest row and column of K; the column is also what the change of g adds
         # to S'g.
         row_BPM = (dz_BPN.unsqueeze(2) @ state.df_BPMN[:, :, :n].mT).squeeze(2)
-        column_BPM = ((df_BPN - dz_BPN).unsqueeze(2) @ state.dz_BPMN[:, :, :n].mT).squeeze(2)
+        column_BPM = (dg_BPN.unsqueeze(2) @ state.dz_BPMN[:, :, :n].mT).squeeze(2)
         square_BP = torch.linalg.vector_norm(dz_BPN, dim=2).square()
-        own_BP = torch.linalg.vecdot(dz_BPN, fz_BPN - z_BPN)
+        own_BP = torch.linalg.vecdot(dz_BPN, at.residual_BPN)
         small_BPS = torch.cat((row_BPM, column_BPM, torch.stack((square_BP, own_BP), dim=2)), dim=2).double()
         if self.group == "prefix":
             small_BPS = small_BPS.cumsum(1)
         row_BPM, column_BPM, scalars_BP2 = small_BPS.split((n, n, 2), dim=2)
+        square_BP, own_BP = scalars_BP2.unbind(2)
+        # Along this step the residual has changed by no more than rounding: the pair drops out, or it would send z off.
+        told_BP = column_BPM[:, :, slot].abs() > square_BP.sqrt() * at.rounding_BP
         state.k_BPMM[:, :, slot, :n] = -row_BPM
         state.k_BPMM[:, :, :n, slot] = -column_BPM
         state.dots_BPM[:, :, :n] += column_BPM
-        state.squares_BPM[:, :, slot], state.dots_BPM[:, :, slot] = scalars_BP2.unbind(2)
+        state.squares_BPM[:, :, slot], state.dots_BPM[:, :, slot] = square_BP * told_BP, own_BP
         return state.dots_BPM[:, :, :n]
 
     def _grow(self, state: BroydenMemory) -> None:

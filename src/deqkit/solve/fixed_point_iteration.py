@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from deqkit.solve._solver import AbstractSolver, check_damping, check_group
+from deqkit.solve._solver import AbstractSolver, Evaluation, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
 
@@ -31,5 +31,5 @@ class FixedPointIteration(AbstractSolver):
     def init(self, z_BPN: Tensor, tol: Tolerance) -> None:
         return None
 
-    def step(self, z_BPN: Tensor, fz_BPN: Tensor, state: None) -> tuple[Tensor, None]:
-        return (fz_BPN if self.damping == 1 else torch.lerp(z_BPN, fz_BPN, self.damping)), None
+    def step(self, at: Evaluation, state: None) -> tuple[Tensor, None]:
+        return (at.fz_BPN if self.damping == 1 else torch.lerp(at.z_BPN, at.fz_BPN, self.damping)), None

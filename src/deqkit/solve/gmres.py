@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._krylov import KrylovState, extend_basis, init_krylov, least_squares, restart, target_norm
-from deqkit.solve._solver import AbstractSolver, check_count
+from deqkit.solve._solver import AbstractSolver, Evaluation, check_count
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, N numbers in a state
@@ -37,10 +37,10 @@ class GMRES(AbstractSolver):
         return init_krylov(z_BPN.squeeze(1), self.restart), tol
 
     def step(
-        self, z_BPN: Tensor, fz_BPN: Tensor, state: tuple[KrylovState, Tolerance]
+        self, at: Evaluation, state: tuple[KrylovState, Tolerance]
     ) -> tuple[Tensor, tuple[KrylovState, Tolerance]]:
         krylov, tol = state
-        z_BN, fz_BN = z_BPN.squeeze(1), fz_BPN.squeeze(1)
+        z_BN, fz_BN = at.z_BPN.squeeze(1), at.fz_BPN.squeeze(1)
         candidate_B = ~krylov.probing_B
         extend_basis(krylov, fz_BN)
         y_BM, predicted_B, size_B = least_squares(krylov)
@@ -49,7 +49,7 @@ class GMRES(AbstractSolver):
         step_BN = (y_BM.to(z_BN.dtype).unsqueeze(1) @ krylov.basis_BMN[:, : krylov.high]).squeeze(1)
 
         krylov.probing_B = krylov.probing_B & ~ready_B
-        norm_B = torch.linalg.vector_norm(fz_BN - z_BN, dim=1)
+        norm_B = torch.linalg.vector_norm(at.residual_BPN.squeeze(1), dim=1)
         restart(krylov, z_BN, fz_BN, norm_B, candidate_B)
         krylov.reach_B = torch.where(candidate_B, norm_B, krylov.reach_B)  # f is affine: any distance will do
         samples_B = torch.arange(z_BN.shape[0], device=z_BN.device)

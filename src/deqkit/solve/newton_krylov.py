@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._krylov import KrylovState, extend_basis, init_krylov, least_squares, restart, target_norm
-from deqkit.solve._solver import AbstractSolver, check_count
+from deqkit.solve._solver import AbstractSolver, Evaluation, check_count
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, N numbers in a state
@@ -45,10 +45,10 @@ class NewtonKrylov(AbstractSolver):
         return init_krylov(z_BPN.squeeze(1), self.inner_steps), tol
 
     def step(
-        self, z_BPN: Tensor, fz_BPN: Tensor, state: tuple[KrylovState, Tolerance]
+        self, at: Evaluation, state: tuple[KrylovState, Tolerance]
     ) -> tuple[Tensor, tuple[KrylovState, Tolerance]]:
         krylov, tol = state
-        z_BN, fz_BN = z_BPN.squeeze(1), fz_BPN.squeeze(1)
+        z_BN, fz_BN = at.z_BPN.squeeze(1), at.fz_BPN.squeeze(1)
         tried_B = ~krylov.probing_B
         extend_basis(krylov, fz_BN)
         y_BM, predicted_B, size_B = least_squares(krylov)
@@ -58,7 +58,7 @@ class NewtonKrylov(AbstractSolver):
         krylov.direction_BN = torch.where(ready_B.unsqueeze(1), step_BN, krylov.direction_BN)
         krylov.length_B = torch.where(ready_B, 1, krylov.length_B)
 
-        norm_B = torch.linalg.vector_norm(fz_BN - z_BN, dim=1)
+        norm_B = torch.linalg.vector_norm(at.residual_BPN.squeeze(1), dim=1)
         fell_B = norm_B <= (1 - _DECREASE * krylov.length_B) * krylov.norm_B
         accepted_B = tried_B & (fell_B | (krylov.length_B <= _SHORTEST))
         krylov.length_B = torch.where(tried_B & ~accepted_B, krylov.length_B / 2, krylov.length_B)
