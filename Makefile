@@ -33,9 +33,10 @@ demo: $(READY) ## a short tour on this machine
 bench: $(READY) ## compare the solvers
 	$(BIN)/deqkit bench solvers
 
-documents: $(READY) ## write the tables of README.md and docs/ anew from results/
+documents: $(READY) ## write the tables and figures of README.md and docs/ anew from results/
 	$(BIN)/deqkit paper --document
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/plots.py
 
 clean: ## remove .venv and caches
 	rm -rf .venv .hypothesis .pytest_cache .ruff_cache

@@ -22,6 +22,9 @@ LINES = {
     "series": [{"label": name, "x": list(range(1, 501)), "y": [1 / i for i in range(1, 501)]} for name in "abcdefg"],
 }
 BARS = {"kind": "bars", "y": "loss", "bars": [{"label": "a", "value": 2.0, "points": [1.0, 3.0]}]}
+PARTS = {"kind": "bars", "y": "s", "parts": ["f", "rest"], "bars": [{"label": "a", "value": 3.0, "parts": [1.0, 2.0]}]}
+POINTS = {**LINES, "kind": "points", "series": [{"label": "a", "x": [1.0], "y": [2.0], "colour": 1, "style": 11}]}
+LEGEND = {"kind": "legend", "series": [{"label": "a", "colour": 1, "style": 11}]}
 
 
 def result(row: str, *, full: bool = False, measured: str = "7 of 7", holds: bool | None = True, **numbers):
@@ -87,12 +90,20 @@ def test_tables_and_figures(tmp_path):
     assert written[1].read_bytes().startswith(b"<?xml")
 
 
-@pytest.mark.parametrize("panel", [LINES, BARS, {**BARS, "log_y": True}, {**LINES, "log_x": True}])
+@pytest.mark.parametrize(
+    "panel",
+    [LINES, BARS, {**BARS, "log_y": True}, {**LINES, "log_x": True}, {**BARS, "mark": 1.0}, PARTS, POINTS, LEGEND],
+)
 def test_a_figure_is_the_same_every_time_and_has_a_background(panel):
     first = draw([panel])
     assert first == draw([panel])
     assert re.search(rb"fill: #ffffff", first)
     assert draw([panel], form="png").startswith(b"\x89PNG")
+
+
+def test_a_panel_of_unknown_kind_is_an_error():
+    with pytest.raises(ValueError, match="got 'bar'"):
+        draw([{**BARS, "kind": "bar"}])
 
 
 def test_where_panels_are_found():

@@ -1,7 +1,10 @@
-"""Figures of the document, drawn from what results hold under "figure" or "figures".
+"""Figures of the documents, drawn from panels: what results hold under "figure" or "figures", or docs/plots.py makes.
 
-A line figure has `x`, `y`, `log_x`, `log_y` and `series`, each with `label`, `x`, `y`; a bar figure has `kind: bars`,
-`y` and `bars`, each with `label`, `value` and perhaps `points`. Several, side by side, have titles.
+A line figure has `x`, `y`, `log_x`, `log_y` and `series`, each with `label`, `x`, `y` and perhaps `colour` and `style`,
+numbers that curves which belong together share. With `kind: points` they are not joined and have no legend: a panel
+of `kind: legend` with the same `series`, but no values, is that of all panels beside it. A bar figure has `kind: bars`,
+`y` and `bars`, each with `label`, `value` and perhaps `points`, `colour` and `parts`, which the figure's `parts` names;
+a value to compare with is its `mark`. Several, side by side, have titles.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from deqkit.report.draw import label_of
@@ -24,7 +28,9 @@ MARKED = 16
 # Okabe and Ito's colours, which colour-blind readers can tell apart, in an order of falling contrast with white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "d", "p")
+APART: Any = {"linestyle": "none", "markersize": 6.5, "fillstyle": "none", "markeredgewidth": 1.3}
+"""Points that are not joined: hollow, so that none hides another."""
 INK, MUTED, LINE = "#222222", "#555555", "#dddddd"
 _SETTINGS: Any = {
     "svg.fonttype": "path",  # the same letters on every machine
@@ -69,36 +75,52 @@ def _draw_panel(axes: Axes, panel: dict[str, Any]) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=3, which="major")
-    if panel.get("kind") == "bars":
-        _draw_bars(axes, panel)
-    else:
-        _draw_lines(axes, panel)
+    match panel.get("kind"):
+        case "bars":
+            _draw_bars(axes, panel)
+        case "legend":
+            _draw_legend(axes, panel)
+        case None | "points":
+            _draw_lines(axes, panel)
+        case kind:
+            raise ValueError(f"kind of a panel must be bars, points, legend or left out, got {kind!r}")
     if "title" in panel:
         axes.set_title(panel["title"], fontsize=10, loc="left", parse_math=False)
 
 
 def _draw_lines(axes: Axes, panel: dict[str, Any]) -> None:
-    for number, series in enumerate(panel["series"]):
-        xs, ys = _thin(series["x"]), _thin(series["y"])
-        few = len(xs) <= MARKED
-        axes.plot(
-            xs,
-            ys,
-            label=series["label"],
-            color=COLOURS[number % len(COLOURS)],
-            linestyle=DASHES[number % len(DASHES)],
-            linewidth=1.7,
-            marker=MARKERS[number % len(MARKERS)] if few else None,
-            markersize=4.5,
-        )
+    joined = panel.get("kind") != "points"
+    _draw_series(axes, panel["series"], joined=joined)
     axes.set_xlabel(panel["x"], parse_math=False)
     axes.set_ylabel(panel["y"], parse_math=False)
     axes.grid(color=LINE, linewidth=0.7)
     axes.set_axisbelow(True)
     _scale(axes.xaxis, log=panel.get("log_x", False))
     _scale(axes.yaxis, log=panel.get("log_y", False))
-    if len(panel["series"]) > 1:
+    if joined and len(panel["series"]) > 1:
         axes.legend(frameon=False, fontsize=8.5)
+
+
+def _draw_legend(axes: Axes, panel: dict[str, Any]) -> None:
+    _draw_series(axes, [{**series, "x": [], "y": []} for series in panel["series"]], joined=False)
+    axes.axis("off")
+    axes.legend(frameon=False, fontsize=8.5, loc="center")
+
+
+def _draw_series(axes: Axes, several: Sequence[dict[str, Any]], *, joined: bool) -> None:
+    for number, series in enumerate(several):
+        xs, ys = _thin(series["x"]), _thin(series["y"])
+        few = len(xs) <= MARKED
+        style = series.get("style", number)
+        line = {"linestyle": DASHES[style % len(DASHES)], "linewidth": 1.7, "markersize": 4.5}
+        axes.plot(
+            xs,
+            ys,
+            label=series["label"],
+            color=COLOURS[series.get("colour", number) % len(COLOURS)],
+            marker=MARKERS[style % len(MARKERS)] if few else None,
+            **(line if joined else APART),
+        )
 
 
 def _thin(values: Sequence[float]) -> list[float]:
@@ -111,10 +133,16 @@ def _draw_bars(axes: Axes, panel: dict[str, Any]) -> None:
     """Horizontal, so that names have room; the best known value of each is written behind it."""
     bars, log = panel["bars"], panel.get("log_y", False)
     values = [bar["value"] for bar in bars]
+    furthest = max(values + [point for bar in bars for point in bar.get("points", ())])
+    assert not (log and "parts" in panel), "lengths add up on a linear scale only"
     left = 10 ** _below(min(values)) if log else 0.0
     thickness = 0.6 * min(1, len(bars) / 4)  # two bars are no thicker than four
     for row, bar in enumerate(bars):
-        axes.barh(row, bar["value"] - left, left=left, height=thickness, color=COLOURS[0 if row == 0 else 5])
+        colour = 0 if "parts" in bar else bar.get("colour", 0 if row == 0 else 5)
+        start = left
+        for number, length in enumerate(bar.get("parts", [bar["value"] - left]), start=colour):
+            axes.barh(row, length, left=start, height=thickness, color=COLOURS[number])
+            start += length
         points = bar.get("points", ())
         if len(points) > 1:
             axes.plot(points, [row] * len(points), "o", color=INK, markersize=3.5, linestyle="none")
@@ -125,7 +153,12 @@ def _draw_bars(axes: Axes, panel: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(panel["y"], parse_math=False)
     _scale(axes.xaxis, log=log)
-    axes.set_xlim(left, max(values) * (8 if log else 1.2))
+    axes.set_xlim(left, furthest * (8 if log else 1.2))
+    if "mark" in panel:
+        axes.axvline(panel["mark"], color=INK, linewidth=1.0, linestyle=DASHES[2])
+    if "parts" in panel:
+        handles = [Patch(color=COLOURS[number], label=name) for number, name in enumerate(panel["parts"])]
+        axes.legend(handles=handles, frameon=False, fontsize=8.5)
 
 
 def _below(value: float) -> int:
@@ -147,6 +180,8 @@ def _scale(axis: Any, *, log: bool) -> None:
         axis._set_axes_scale("log")
         low, high = axis.get_view_interval()
         subs = (1, 2, 5) if high < 30 * low else (1, 3) if high < 300 * low else (1,)
+        if high < 3 * low:  # these would be one label or none
+            subs = (1, 1.5, 2, 3, 5, 7)
         axis.set_major_locator(LogLocator(subs=subs, numticks=8))
         axis.set_minor_locator(NullLocator())
     else:
