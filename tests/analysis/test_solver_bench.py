@@ -191,7 +191,8 @@ def test_bars_are_computed_from_the_rows():
         row("torchdeq/broyden", cost=200.0),
         row("torchdeq/fixed_point_iter", cost=100.0),
         row("torchdeq/anderson", cost=10.0, residual=0.1),  # not converged: no rival
-        row(DEFAULT, cost=50.0),
+        row(DEFAULT, cost=50.0, solver_overhead=0.06),
+        row("deqkit/anderson prefix", cost=55.0, solver_overhead=0.04),
         row("deqkit/anderson", cost=50.0, outside_share=0.2),
         row("deqkit/broyden", cost=40.0, grad_error=0.06, peak_mib=90.0),
     ]
@@ -199,7 +200,10 @@ def test_bars_are_computed_from_the_rows():
     bars = {b["name"]: b for b in summarise([_cell("transformer", transformer), _cell("mixed", mixed)])}
     assert {name: (b["value"], b["holds"]) for name, b in bars.items()} == {
         "cost of default / torchdeq's best": (0.5, True),
-        "cost of our best as exact / torchdeq's best": (0.5, True),
+        "cost as exact / torchdeq's, transformer": (0.5, True),
+        "cost as exact / torchdeq's, mixed": (None, None),
+        "forward solver / f, default": (0.06, False),
+        "forward solver / f, anderson prefix": (0.04, True),
         "time outside f, anderson": (0.2, False),
         "time outside f, broyden": (0.1, True),
         "peak tensors, default": (50.0, True),

@@ -26,7 +26,7 @@ def test_json_goes_to_stdout_and_to_the_file(tmp_path, capsys):
     assert results["config"]["size"]["width"] == 8
     assert {"cpu", "cores", "torch", "python"} <= set(results["machine"])
     assert [cell["cell"] for cell in results["cells"]] == ["transformer", "trellis", "mixed"]
-    assert len(results["summary"]) == 9
+    assert len(results["summary"]) == 13
     for cell in results["cells"]:
         assert cell["f_seconds"] > 0 and cell["reference"]["backward_residual"] < 1e-8
         for row in cell["rows"]:

@@ -36,6 +36,8 @@ class Equilibrium:
     """To be called after the backward pass; None when the library has no such estimate."""
     status: str | None = None
     """The library's own verdict on the forward solve; None when it gives none."""
+    solver_overhead: float | None = None
+    """Time of the forward solve outside f, as a share of that inside, by the library's own clock."""
 
 
 class Solve(Protocol):
@@ -114,7 +116,7 @@ def _torchdeq(solver: str, *, hook_ift: bool = False) -> Callable[[nn.Module, Se
 def _deqkit_methods() -> list[Method]:
     pairs: dict[str, tuple[Any, Any]] = {
         "broyden + gmres": (Broyden(), GMRES()),
-        "anderson prefix": (Anderson(group="prefix"), Anderson()),
+        "anderson prefix": (Anderson(memory=3, group="prefix"), Anderson()),  # the small language models'
         "broyden prefix": (Broyden(memory=5, group="prefix"), Anderson()),
         "anderson": (Anderson(), Anderson()),
         "broyden": (Broyden(), Broyden()),
@@ -156,7 +158,12 @@ def _deqkit(
 
         def solve(x: Tensor) -> Equilibrium:
             z, solution = deq(x, return_solution=True)
-            return Equilibrium(z=z, grad_error=lambda: solution.grad_error, status=solution.status.name)
+            return Equilibrium(
+                z=z,
+                grad_error=lambda: solution.grad_error,
+                status=solution.status.name,
+                solver_overhead=solution.seconds_outside_f / solution.seconds_in_f,
+            )
 
         return solve
 

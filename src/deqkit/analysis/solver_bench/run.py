@@ -106,6 +106,7 @@ class _Row:
     settings: Settings
     solve: Solve
     tallies: list[Tally] = field(default_factory=list)
+    overheads: list[float] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
 
@@ -192,8 +193,10 @@ class _CellBench:
     def _time(self, row: _Row) -> None:
         self.cell.zero_grad(set_to_none=True)
         self._time_f()
-        _, tally = self.cell.measure(lambda: row.solve(self.x).z, self.loss)
+        equilibrium, tally = self.cell.measure(lambda: row.solve(self.x), lambda found: self.loss(found.z))
         row.tallies.append(tally)
+        if equilibrium.solver_overhead is not None:
+            row.overheads.append(equilibrium.solver_overhead)
 
     def _time_f(self, repeats: int = 3) -> None:
         """Time evaluations of the whole batch: the unit of cost, measured beside what it is the unit of."""
@@ -227,6 +230,7 @@ class _CellBench:
             "cost": statistics.median(costs),
             "cost_range": [min(costs), max(costs)],
             "outside_share": statistics.median([t.outside_seconds / t.total_seconds for t in row.tallies]),
+            "solver_overhead": statistics.median(row.overheads) if row.overheads else None,
             "total_seconds": [t.total_seconds for t in row.tallies],
         }
 

@@ -1,4 +1,4 @@
-"""The bars of the benchmark, computed from its rows: what issue 2 asks of deqkit against torchdeq."""
+"""The bars of the benchmark, computed from its rows: what we ask of deqkit, on its own and against torchdeq."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ def summarise(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     transformer, mixed = rows.get("transformer", {}), rows.get("mixed", {})
     return [
         _cost_bar(transformer, ours=_default_row, name="cost of default / torchdeq's best"),
-        _cost_bar(transformer, ours=_cheapest_as_exact, name="cost of our best as exact / torchdeq's best"),
+        *(
+            _cost_bar(of_cell, ours=_cheapest_as_exact, name=f"cost as exact / torchdeq's, {cell}", bar=0.5)
+            for cell, of_cell in rows.items()
+        ),
+        _overhead_bar(transformer, DEFAULT),
+        _overhead_bar(transformer, "deqkit/anderson prefix"),
         _outside_bar(transformer, "anderson"),
         _outside_bar(transformer, "broyden"),
         _count_bar(transformer, DEFAULT, "peak_mib", name="peak tensors, default", bar=61, unit="MiB"),
@@ -42,10 +47,9 @@ def _by_label(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def _cost_bar(
-    rows: Mapping[str, Row], *, ours: Callable[[Mapping[str, Row], Row], Row | None], name: str
+    rows: Mapping[str, Row], *, ours: Callable[[Mapping[str, Row], Row], Row | None], name: str, bar: float = 0.6
 ) -> dict[str, Any]:
     """The cost of a row of ours against the cheapest row of torchdeq that converged, at a gradient no less exact."""
-    bar = 0.6
     peers = [row for label, row in rows.items() if label.startswith("torchdeq/") and row["residual"] <= BAR_TOL]
     best = min(peers, key=lambda row: row["cost"], default=None)
     row = None if best is None else ours(rows, best)
@@ -82,6 +86,14 @@ def _no_worse(row: Row, other: Row) -> bool | None:
 
 def _shown(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.1e}"
+
+
+def _overhead_bar(rows: Mapping[str, Row], label: str) -> dict[str, Any]:
+    """What a forward solve takes beside f."""
+    name, bar = f"forward solver / f, {label.removeprefix('deqkit/')}", 0.05
+    overhead = rows.get(label, {}).get("solver_overhead")
+    holds = None if overhead is None else overhead <= bar
+    return _entry(name, overhead, bar, unit="", holds=holds, detail="rows missing" if overhead is None else "")
 
 
 def _outside_bar(rows: Mapping[str, Row], solver: str) -> dict[str, Any]:
