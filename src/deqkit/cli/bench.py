@@ -90,7 +90,7 @@ def _scientific(value: float | None) -> str:
 
 
 def _summary_table(summary: list[dict[str, Any]]) -> Table:
-    table = Table(title="bars, at tolerance 1e-3 on the transformer cell (compaction: mixed)", **STYLE)
+    table = Table(title="bars, at tolerance 1e-3, on the transformer cell unless another is named", **STYLE)
     table.add_column("bar", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("asked", justify="right", no_wrap=True)
