@@ -60,7 +60,10 @@ def init_krylov(z_BN: Tensor, room: int) -> KrylovState:
 
 
 def extend_basis(state: KrylovState, fz_BN: Tensor) -> None:
-    """One Arnoldi step for the samples that were probing: w = (I - J) v, made orthogonal to the basis."""
+    """One Arnoldi step for the samples that were probing: w = J v, made orthogonal to the basis.
+
+    It spans the same space as (I - J) v, of which v itself would be most, so that little is lost to cancellation.
+    """
     room = state.hessenberg_BMM.shape[2]
     high = state.high = min(state.high + 1, room)
     _grow(state, high + 1)
@@ -68,15 +71,24 @@ def extend_basis(state: KrylovState, fz_BN: Tensor) -> None:
     # Samples that are not probing go through the motions on a column of theirs, which is put back in the end.
     column_B = state.index_B.clamp_max(high - 1)
     row_B = column_B + 1
-    w_BN = state.basis_BMN[samples_B, column_B] - (fz_BN - state.base_f_BN) / state.reach_B.unsqueeze(1)
+    w_BN = (fz_BN - state.base_f_BN) / state.reach_B.unsqueeze(1)
     basis_BMN = state.basis_BMN[:, :high]
     coefficients_BM = torch.zeros_like(state.hessenberg_BMM[:, :, 0])
-    for _ in range(2):  # Gram-Schmidt twice is orthogonal to rounding
-        dots_B1M = w_BN.unsqueeze(1) @ basis_BMN.mT
+    coefficients_BM[samples_B, column_B] = 1  # of I; those of J follow
+    length_B = whole_B = torch.linalg.vector_norm(w_BN, dim=1)
+    again_B = torch.ones_like(state.probing_B)
+    # Gram-Schmidt twice is orthogonal to rounding; once is enough for samples of which not much was taken away.
+    for _ in range(2):
+        dots_B1M = torch.where(again_B.view(-1, 1, 1), w_BN.unsqueeze(1) @ basis_BMN.mT, 0)
         w_BN = torch.baddbmm(w_BN.unsqueeze(1), dots_B1M, basis_BMN, alpha=-1).squeeze(1)
-        coefficients_BM[:, :high] += dots_B1M.squeeze(1).double()
-    length_B = torch.linalg.vector_norm(w_BN, dim=1)
-    coefficients_BM[samples_B, row_B] = length_B.double()
+        coefficients_BM[:, :high] -= dots_B1M.squeeze(1).double()
+        length_B = torch.linalg.vector_norm(w_BN, dim=1)
+        again_B = length_B < 0.5 * whole_B
+        if not bool(again_B.any()):
+            break
+    coefficients_BM[samples_B, row_B] = -length_B.double()
+    noise_B1 = 8 * torch.finfo(w_BN.dtype).eps * (1 + whole_B.double().unsqueeze(1))
+    coefficients_BM = torch.where(coefficients_BM.abs() <= noise_B1, 0, coefficients_BM)
     new_BN = w_BN / length_B.clamp_min(torch.finfo(w_BN.dtype).tiny).unsqueeze(1)
     projection_B = (new_BN * state.base_z_BN).sum(1).double()
 
@@ -110,6 +122,11 @@ def least_squares(state: KrylovState) -> tuple[Tensor, Tensor, Tensor]:
     cross_B = (y_BM * state.projection_BM[:, :high]).sum(1)
     size_B = (base_B.square() + 2 * cross_B + y_BM.square().sum(1)).clamp_min(0).sqrt()
     return y_BM, predicted_B, size_B
+
+
+def combine(state: KrylovState, y_BM: Tensor) -> Tensor:
+    """The step with these coefficients: a pass over the whole basis, so only for those who take it."""
+    return (y_BM.to(state.basis_BMN.dtype).unsqueeze(1) @ state.basis_BMN[:, : state.high]).squeeze(1)
 
 
 def restart(state: KrylovState, z_BN: Tensor, fz_BN: Tensor, norm_B: Tensor, where_B: Tensor) -> None:

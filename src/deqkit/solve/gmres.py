@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from deqkit.solve._krylov import KrylovState, extend_basis, init_krylov, least_squares, restart, target_norm
+from deqkit.solve._krylov import KrylovState, combine, extend_basis, init_krylov, least_squares, restart, target_norm
 from deqkit.solve._solver import AbstractSolver, Evaluation, check_count
 from deqkit.solve._tolerance import Tolerance
 
@@ -46,7 +46,6 @@ class GMRES(AbstractSolver):
         y_BM, predicted_B, size_B = least_squares(krylov)
         ready_B = predicted_B <= target_norm(tol, size_B)
         ready_B = krylov.probing_B & (ready_B | (krylov.index_B >= self.restart))
-        step_BN = (y_BM.to(z_BN.dtype).unsqueeze(1) @ krylov.basis_BMN[:, : krylov.high]).squeeze(1)
 
         krylov.probing_B = krylov.probing_B & ~ready_B
         norm_B = torch.linalg.vector_norm(at.residual_BPN.squeeze(1), dim=1)
@@ -54,5 +53,6 @@ class GMRES(AbstractSolver):
         krylov.reach_B = torch.where(candidate_B, norm_B, krylov.reach_B)  # f is affine: any distance will do
         samples_B = torch.arange(z_BN.shape[0], device=z_BN.device)
         offset_BN = krylov.reach_B.unsqueeze(1) * krylov.basis_BMN[samples_B, krylov.index_B]
-        offset_BN = torch.where(ready_B.unsqueeze(1), step_BN, offset_BN)
+        if bool(ready_B.any()):
+            offset_BN = torch.where(ready_B.unsqueeze(1), combine(krylov, y_BM), offset_BN)
         return (krylov.base_z_BN + offset_BN).unsqueeze(1), (krylov, tol)

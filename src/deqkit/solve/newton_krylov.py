@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from deqkit.solve._krylov import KrylovState, extend_basis, init_krylov, least_squares, restart, target_norm
+from deqkit.solve._krylov import KrylovState, combine, extend_basis, init_krylov, least_squares, restart, target_norm
 from deqkit.solve._solver import AbstractSolver, Evaluation, check_count
 from deqkit.solve._tolerance import Tolerance
 
@@ -54,9 +54,9 @@ class NewtonKrylov(AbstractSolver):
         y_BM, predicted_B, size_B = least_squares(krylov)
         enough_B = torch.maximum(self.forcing * krylov.norm_B.double(), target_norm(tol, size_B))
         ready_B = krylov.probing_B & ((predicted_B <= enough_B) | (krylov.index_B >= self.inner_steps))
-        step_BN = (y_BM.to(z_BN.dtype).unsqueeze(1) @ krylov.basis_BMN[:, : krylov.high]).squeeze(1)
-        krylov.direction_BN = torch.where(ready_B.unsqueeze(1), step_BN, krylov.direction_BN)
-        krylov.length_B = torch.where(ready_B, 1, krylov.length_B)
+        if bool(ready_B.any()):
+            krylov.direction_BN = torch.where(ready_B.unsqueeze(1), combine(krylov, y_BM), krylov.direction_BN)
+            krylov.length_B = torch.where(ready_B, 1, krylov.length_B)
 
         norm_B = torch.linalg.vector_norm(at.residual_BPN.squeeze(1), dim=1)
         fell_B = norm_B <= (1 - _DECREASE * krylov.length_B) * krylov.norm_B

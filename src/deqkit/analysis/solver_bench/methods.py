@@ -132,6 +132,11 @@ def _deqkit_methods() -> list[Method]:
             name="anderson, 0.4 tol fwd, 3 tol bwd",
             build=_deqkit(solver=Anderson(), forward_factor=0.4, backward_factor=3.0),
         ),
+        Method(
+            library="deqkit",
+            name="gmres, 0.6 tol fwd, 6 tol bwd",
+            build=_deqkit(adjoint_solver=GMRES(), forward_factor=0.6, backward_factor=6.0),
+        ),
         *(
             Method(library="deqkit", name=name, build=_deqkit(solver=forward, adjoint_solver=backward))
             for name, (forward, backward) in pairs.items()
