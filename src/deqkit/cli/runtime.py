@@ -131,10 +131,7 @@ def find_equilibrium(name: str, data: str | None) -> tuple[TrainConfig, Sequence
 def compiled_copy(config: TrainConfig, model: SequenceModel) -> tuple[TrainConfig, SequenceModel]:
     """The same weights, with the cell compiled."""
     config = replace(config, model=replace(config.model, compile=True))
-    with torch.random.fork_rng():
-        other = SequenceModel(config.model)
-    other.load_state_dict(model.state_dict())
-    return config, other
+    return config, model.with_config(config.model)
 
 
 def _per_token(config: TrainConfig, part: dict[str, Any], phase: str) -> float:

@@ -202,6 +202,14 @@ class SequenceModel(nn.Module):
             settings=settings,
         )
 
+    def with_config(self, config: ModelConfig) -> SequenceModel:
+        """A model of another configuration with these weights; those it has no place for (a start) stay behind."""
+        with torch.random.fork_rng():
+            other = SequenceModel(config)
+        weights = self.state_dict()
+        other.load_state_dict({name: weights[name] for name in other.state_dict() if name in weights})
+        return other
+
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Token ids to the input of the body, with dropout."""
         x_BTD = self.embedding(tokens_BT)

@@ -62,12 +62,10 @@ def training_options(config: TrainConfig, model: SequenceModel) -> dict[str, Any
 def stacked(config: TrainConfig, model: SequenceModel, depth: int, *, tied: bool) -> tuple[TrainConfig, SequenceModel]:
     """The counterpart in layers; tied ones have the model's weights, which no time depends on."""
     config = layers(config, depth, tied=tied)
-    with torch.random.fork_rng():
-        counterpart = SequenceModel(config.model)
     if tied:
-        weights = model.state_dict()
-        counterpart.load_state_dict({name: weights[name] for name in counterpart.state_dict()})
-    return config, counterpart
+        return config, model.with_config(config.model)
+    with torch.random.fork_rng():
+        return config, SequenceModel(config.model)
 
 
 def compare_models(

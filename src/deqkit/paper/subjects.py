@@ -163,10 +163,7 @@ def untrained(run: LoadedRun) -> SequenceModel:
 
 def changed(run: LoadedRun, **settings: Any) -> SequenceModel:
     """The trained model with other settings of its configuration, none of which has weights."""
-    with torch.random.fork_rng():
-        model = SequenceModel(replace(run.config.model, **settings))
-    model.load_state_dict(run.model.state_dict())
-    return model.eval()
+    return run.model.with_config(replace(run.config.model, **settings)).eval()
 
 
 def is_transformer(config: TrainConfig) -> bool:
