@@ -40,7 +40,7 @@ class BenchSolvers(Command):
             for cell in results["cells"]:
                 console.print(_cell_table(cell))
             if self.config.cell is None:  # the bars are about the built-in cells
-                console.print(_summary_table(results["summary"]))
+                console.print(_summary_table(results["summary"]), width=min(console.width, TABLE_WIDTH))
             console.print(f"Results written to {path}", soft_wrap=True, highlight=False)
         return 0
 
