@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deqkit.solve import Broyden, Tolerance
+from deqkit.solve import Broyden, Tolerance, fixed_point
 from problems import evaluation, normal, tanh
 
 # N numbers in a state; B is the inverse Jacobian here, as in the paper
@@ -92,3 +92,28 @@ def test_transposed_inverse_matches_the_dense_one():
         b_NN = sherman_morrison(b_NN, iterates[i + 1] - iterates[i], g[i + 1] - g[i])
     v_N = normal(55, 6)
     torch.testing.assert_close(state.apply_transposed(v_N.view(1, 1, -1)).flatten(), -b_NN.mT @ v_N)
+
+
+def test_pairs_of_rounding_noise_drop_out():
+    """f(z) = z + 1 up to rounding: its residual tells nothing, and dividing by its changes would send z off."""
+    z_BPN = normal(56, 1, 1, 6) + 3
+    solver = Broyden()
+    state = solver.init(z_BPN, NO_TOL)
+    for step in range(5):
+        fz_BPN = z_BPN + 1 + torch.finfo(torch.float64).eps * normal(57 + step, 1, 1, 6).sign()
+        z_BPN, state = solver.step(evaluation(z_BPN, fz_BPN), state)
+        torch.testing.assert_close(z_BPN, fz_BPN)
+    assert (state.squares_BPM == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pairs_whose_residual_turns_are_no_noise(dtype):
+    """f(z) = z + R z + b with R'= -R: no residual changes along its step (s.dg = 0), yet two pairs tell all of R.
+
+    Was a bug: all pairs were taken for noise, which left plain iteration, and that diverges here.
+    """
+    r_NN = torch.tensor([[0.0, 0.3], [-0.3, 0.0]], dtype=dtype)
+    b_BN = normal(58, 4, 2).to(dtype)
+    f = lambda z, b: z + (r_NN * z.unsqueeze(1)).sum(2) + b  # noqa: E731
+    solution = fixed_point(f, torch.zeros_like(b_BN), (b_BN,), solver=Broyden(), tol=Tolerance(rtol=1e-4), max_steps=30)
+    torch.testing.assert_close(solution.z, -b_BN @ torch.linalg.inv(r_NN).mT, rtol=1e-2, atol=1e-2)

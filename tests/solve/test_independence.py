@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deqkit.solve import Anderson, Broyden, Fallback, FixedPointIteration, NewtonKrylov, Status, Tolerance, fixed_point
+from deqkit.solve._batch import norms
 from problems import SOLVERS, Problem, affine_problem, causal_mixing, flat, normal
 
 # B samples, N numbers in a state
@@ -144,3 +145,13 @@ def test_fallback_does_not_make_a_stalled_sample_wait_for_a_slow_one(following):
     assert alone.status is Status.CONVERGED
     assert together.sample_status[0] is Status.CONVERGED
     assert torch.equal(together.z[0], alone.z[0])
+
+
+def test_sizes_do_not_depend_on_neighbours_or_on_looking():
+    """In float32 norms are taken in two ways that round differently. Was a bug: one odd number chose it for all."""
+    x_BPN = normal(32, 8, 3, 50).float()
+    plain_XBP = norms(x_BPN, 2 * x_BPN, look=True)
+    for odd in (0.0, 1e-20, 1e25, float("nan")):
+        other_BPN = torch.cat((torch.full_like(x_BPN[:1], odd), x_BPN[1:]))
+        for look in (True, False):
+            assert torch.equal(norms(other_BPN, 2 * x_BPN, look=look)[:, 1:], plain_XBP[:, 1:])

@@ -177,3 +177,33 @@ def test_newton_krylov_finds_an_equilibrium_that_repels():
         max_steps=20,
     )
     torch.testing.assert_close(solution.z, torch.full((2, 1), low, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("near", [0.0, 0.9, 0.999])
+def test_arnoldi_basis_is_orthonormal_and_projects_the_operator(near):
+    """V'V = I and V'(I - J)V = H against dense products, where one pass of Gram-Schmidt would do and where not."""
+    a_BNN = near * torch.eye(30).double() + (1 - near) * contraction(norm=0.9, batch=3, size=30, seed=70).args[0]
+    # A neighbour for which one pass is enough must not spare the others the second.
+    a_BNN[0] = normal(71, 30, 30)
+    b_BN = normal(72, 3, 30)
+    solver = GMRES(restart=12)
+    z_BPN = torch.zeros(3, 1, 30, dtype=torch.float64)
+    state = solver.init(z_BPN, Tolerance(rtol=0.0))
+    for _ in range(12):
+        fz_BPN = affine_map(z_BPN[:, 0], a_BNN, b_BN).unsqueeze(1)
+        z_BPN, state = solver.step(evaluation(z_BPN, fz_BPN), state)
+    basis_BMN = state[0].basis_BMN[:, :12]
+    eye_MM = torch.eye(12).double().expand(3, 12, 12)
+    torch.testing.assert_close(basis_BMN @ basis_BMN.mT, eye_MM, rtol=0, atol=2e-14)
+    projected_BMM = basis_BMN @ (torch.eye(30).double() - a_BNN) @ basis_BMN.mT
+    torch.testing.assert_close(projected_BMM[:, :, :11], state[0].hessenberg_BMM[:, :12, :11], rtol=0, atol=1e-12)
+
+
+def test_newton_krylov_keeps_its_pace_where_j_is_close_to_the_identity():
+    """Eigenvalues of I - J from 1 to 1e-4 in float32. Was a bug: 1 - v.Jv lost their digits, at 54 evaluations."""
+    q_BNN, _ = torch.linalg.qr(normal(73, 48, 20, 20))
+    a_BNN = torch.eye(20).double() - q_BNN @ (torch.logspace(0, -4, 20).double().unsqueeze(1) * q_BNN.mT)
+    args = (a_BNN.float(), normal(74, 48, 20).float())
+    options: dict[str, Any] = dict(solver=NewtonKrylov(), tol=Tolerance(rtol=1e-4), max_steps=150, throw=False)
+    solution = fixed_point(affine_map, torch.zeros(48, 20), args, **options)
+    assert solution.num_evals.double().mean() < 42

@@ -160,12 +160,16 @@ class Batch:
 
 
 def norms(*parts_BPN: Tensor, look: bool) -> Tensor:
-    """||x|| of every part in float64. Squares of float32 may under- or overflow; only then is the slower way needed."""
-    if look:
-        norms_XBP = torch.stack([torch.linalg.vector_norm(x_BPN, dim=2) for x_BPN in parts_BPN]).double()
-        if not bool((~((norms_XBP > 1e-15) & (norms_XBP < 1e18))).any()):  # nan counts as unusual
-            return norms_XBP
-    return torch.stack([torch.linalg.vector_norm(x_BPN, dim=2, dtype=torch.float64) for x_BPN in parts_BPN])
+    """||x|| of every part in float64. Squares of float32 may under- or overflow; only then is the slower way needed.
+
+    The two ways round differently: which one it is depends on the norm alone, not on its neighbours or on `look`.
+    """
+    norms_XBP = torch.stack([torch.linalg.vector_norm(x_BPN, dim=2) for x_BPN in parts_BPN]).double()
+    usual_XBP = (norms_XBP > 1e-15) & (norms_XBP < 1e18)  # nan counts as unusual
+    if look and not bool((~usual_XBP).any()):
+        return norms_XBP
+    exact_XBP = torch.stack([torch.linalg.vector_norm(x_BPN, dim=2, dtype=torch.float64) for x_BPN in parts_BPN])
+    return torch.where(usual_XBP, norms_XBP, exact_XBP)
 
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:

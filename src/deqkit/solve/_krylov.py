@@ -60,9 +60,10 @@ def init_krylov(z_BN: Tensor, room: int) -> KrylovState:
 
 
 def extend_basis(state: KrylovState, fz_BN: Tensor) -> None:
-    """One Arnoldi step for the samples that were probing: w = J v, made orthogonal to the basis.
+    """One Arnoldi step for the samples that were probing: w = -J v or (I - J) v, made orthogonal to the basis.
 
-    It spans the same space as (I - J) v, of which v itself would be most, so that little is lost to cancellation.
+    Both span the same space. Of (I - J) v most may be v itself, which J v is spared; where J is close to I it is the
+    other way round, and 1 - v.Jv would be lost to cancellation.
     """
     room = state.hessenberg_BMM.shape[2]
     high = state.high = min(state.high + 1, room)
@@ -71,22 +72,25 @@ def extend_basis(state: KrylovState, fz_BN: Tensor) -> None:
     # Samples that are not probing go through the motions on a column of theirs, which is put back in the end.
     column_B = state.index_B.clamp_max(high - 1)
     row_B = column_B + 1
-    w_BN = (fz_BN - state.base_f_BN) / state.reach_B.unsqueeze(1)
+    jv_BN = (fz_BN - state.base_f_BN) / state.reach_B.unsqueeze(1)
+    w_BN = state.basis_BMN[samples_B, column_B] - jv_BN
+    close_B = torch.linalg.vector_norm(w_BN, dim=1) < 0.5 * torch.linalg.vector_norm(jv_BN, dim=1)
+    w_BN = torch.where(close_B.unsqueeze(1), w_BN, -jv_BN)
     basis_BMN = state.basis_BMN[:, :high]
     coefficients_BM = torch.zeros_like(state.hessenberg_BMM[:, :, 0])
-    coefficients_BM[samples_B, column_B] = 1  # of I; those of J follow
+    coefficients_BM[samples_B, column_B] = (~close_B).double()  # of I, where w has none of it; those of w follow
     length_B = whole_B = torch.linalg.vector_norm(w_BN, dim=1)
     again_B = torch.ones_like(state.probing_B)
     # Gram-Schmidt twice is orthogonal to rounding; once is enough for samples of which not much was taken away.
     for _ in range(2):
         dots_B1M = torch.where(again_B.view(-1, 1, 1), w_BN.unsqueeze(1) @ basis_BMN.mT, 0)
         w_BN = torch.baddbmm(w_BN.unsqueeze(1), dots_B1M, basis_BMN, alpha=-1).squeeze(1)
-        coefficients_BM[:, :high] -= dots_B1M.squeeze(1).double()
+        coefficients_BM[:, :high] += dots_B1M.squeeze(1).double()
         length_B = torch.linalg.vector_norm(w_BN, dim=1)
         again_B = length_B < 0.5 * whole_B
         if not bool(again_B.any()):
             break
-    coefficients_BM[samples_B, row_B] = -length_B.double()
+    coefficients_BM[samples_B, row_B] = length_B.double()
     noise_B1 = 8 * torch.finfo(w_BN.dtype).eps * (1 + whole_B.double().unsqueeze(1))
     coefficients_BM = torch.where(coefficients_BM.abs() <= noise_B1, 0, coefficients_BM)
     new_BN = w_BN / length_B.clamp_min(torch.finfo(w_BN.dtype).tiny).unsqueeze(1)

@@ -142,14 +142,16 @@ class Broyden(AbstractSolver):
         row_BPM = (dz_BPN.unsqueeze(2) @ state.df_BPMN[:, :, :n].mT).squeeze(2)
         column_BPM = (dg_BPN.unsqueeze(2) @ state.dz_BPMN[:, :, :n].mT).squeeze(2)
         square_BP = torch.linalg.vector_norm(dz_BPN, dim=2).square()
+        changed_BP = torch.linalg.vector_norm(dg_BPN, dim=2).square()
         own_BP = torch.linalg.vecdot(dz_BPN, at.residual_BPN)
-        small_BPS = torch.cat((row_BPM, column_BPM, torch.stack((square_BP, own_BP), dim=2)), dim=2).double()
+        scalars_BP3 = torch.stack((square_BP, changed_BP, own_BP), dim=2)
+        small_BPS = torch.cat((row_BPM, column_BPM, scalars_BP3), dim=2).double()
         if self.group == "prefix":
             small_BPS = small_BPS.cumsum(1)
-        row_BPM, column_BPM, scalars_BP2 = small_BPS.split((n, n, 2), dim=2)
-        square_BP, own_BP = scalars_BP2.unbind(2)
-        # Along this step the residual has changed by no more than rounding: the pair drops out, or it would send z off.
-        told_BP = column_BPM[:, :, slot].abs() > square_BP.sqrt() * at.rounding_BP
+        row_BPM, column_BPM, scalars_BP3 = small_BPS.split((n, n, 3), dim=2)
+        square_BP, changed_BP, own_BP = scalars_BP3.unbind(2)
+        # A residual that has changed by no more than rounding: the pair drops out, or it would send z off.
+        told_BP = changed_BP.sqrt() > at.rounding_BP
         state.k_BPMM[:, :, slot, :n] = -row_BPM
         state.k_BPMM[:, :, :n, slot] = -column_BPM
         state.dots_BPM[:, :, :n] += column_BPM
