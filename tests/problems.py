@@ -38,7 +38,9 @@ SOLVERS = {
 
 def evaluation(z_BPN: Tensor, fz_BPN: Tensor) -> Evaluation:
     """What the loop tells a solver, for steps by hand."""
-    return Evaluation(z_BPN, fz_BPN, fz_BPN - z_BPN, torch.linalg.vector_norm(fz_BPN, dim=2).double())
+    residual_BPN = fz_BPN - z_BPN
+    norm_BP, scale_BP = (torch.linalg.vector_norm(x_BPN, dim=2).double() for x_BPN in (residual_BPN, fz_BPN))
+    return Evaluation(z_BPN, fz_BPN, residual_BPN, norm_BP, scale_BP)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -151,6 +151,16 @@ def test_tiny_numbers_do_not_pass_for_solved(solver, scale):
     assert solution.status is not Status.CONVERGED or (true_B < 2e-5).all()
 
 
+def test_a_restart_survives_residuals_whose_squares_underflow():
+    """Gradients of size 1e-20 in float32: the norm of what a restart begins with must not come out as zero."""
+    problem = contraction(norm=0.9, batch=2, size=10, seed=68, dtype=torch.float32)
+    a_BNN, b_BN = problem.args
+    options: dict[str, Any] = dict(solver=GMRES(restart=4), tol=Tolerance(rtol=1e-4), max_steps=120)
+    plain = fixed_point(problem.f, problem.z0, (a_BNN, b_BN), **options)
+    tiny = fixed_point(problem.f, problem.z0, (a_BNN, 1e-20 * b_BN), **options)
+    torch.testing.assert_close(1e20 * tiny.z, plain.z, rtol=1e-3, atol=1e-3)
+
+
 def test_newton_krylov_halves_steps_that_go_too_far():
     """arctan, the textbook case: full Newton steps on atan(z) = 0 diverge from |z0| > 1.39."""
     solution = fixed_point(

@@ -78,6 +78,6 @@ class _Preconditioned(AbstractSolver):
     def step(self, at: Evaluation, state: tuple[BroydenMemory, Any]) -> tuple[Tensor, Any]:
         memory, inner = state
         better_BPN = memory.apply_transposed(at.residual_BPN)
-        better = Evaluation(at.z_BPN, at.z_BPN + better_BPN, better_BPN, at.scale_BP)
+        better = dataclasses.replace(at, fz_BPN=at.z_BPN + better_BPN, residual_BPN=better_BPN)
         proposed_BPN, inner = self._inner.step(better, inner)
         return proposed_BPN, (memory, inner)

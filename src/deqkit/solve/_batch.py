@@ -24,12 +24,14 @@ class Residuals:
     """Of one evaluation; their sizes in float64."""
 
     at: Evaluation
-    norm_BP: Tensor
-    """||f(z) - z||"""
     bound_BP: Tensor
     """The norm that the tolerance allows."""
     ratio_BP: Tensor
     """The norm as a multiple of that, which tells points apart."""
+
+    @property
+    def norm_BP(self) -> Tensor:
+        return self.at.norm_BP
 
     @property
     def scale_BP(self) -> Tensor:

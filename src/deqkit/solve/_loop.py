@@ -129,7 +129,7 @@ class Loop:
         bound_BP = tol.bound(scale_BP, self._tokens_P)
         # Without a tolerance the size of the residual itself tells points apart.
         ratio_BP = norm_BP if tol.rtol == tol.atol == 0 else ratio(norm_BP, bound_BP)
-        return Residuals(Evaluation(z_BPN, fz_BPN, residual_BPN, scale_BP), norm_BP, bound_BP, ratio_BP)
+        return Residuals(Evaluation(z_BPN, fz_BPN, residual_BPN, norm_BP, scale_BP), bound_BP, ratio_BP)
 
     def _judge(self, found: Residuals, *, checking: bool) -> None:
         """Decide which positions are done, and keep the best point of each."""

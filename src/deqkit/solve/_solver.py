@@ -22,8 +22,10 @@ class Evaluation:
     fz_BPN: Tensor
     residual_BPN: Tensor
     """f(z) - z"""
+    norm_BP: Tensor
     scale_BP: Tensor
-    """||f(z)|| in float64: of a sample, or with `group="prefix"` of each position with the ones before it."""
+    """||f(z) - z|| and ||f(z)|| in float64: of a sample, or with `group="prefix"` of each position with the ones before
+    it."""
 
     @property
     def rounding_BP(self) -> Tensor:

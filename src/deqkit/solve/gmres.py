@@ -48,7 +48,7 @@ class GMRES(AbstractSolver):
         ready_B = krylov.probing_B & (ready_B | (krylov.index_B >= self.restart))
 
         krylov.probing_B = krylov.probing_B & ~ready_B
-        norm_B = torch.linalg.vector_norm(at.residual_BPN.squeeze(1), dim=1)
+        norm_B = at.norm_BP.squeeze(1).to(z_BN.dtype)
         restart(krylov, z_BN, fz_BN, norm_B, candidate_B)
         krylov.reach_B = torch.where(candidate_B, norm_B, krylov.reach_B)  # f is affine: any distance will do
         samples_B = torch.arange(z_BN.shape[0], device=z_BN.device)

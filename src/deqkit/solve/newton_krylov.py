@@ -58,7 +58,7 @@ class NewtonKrylov(AbstractSolver):
             krylov.direction_BN = torch.where(ready_B.unsqueeze(1), combine(krylov, y_BM), krylov.direction_BN)
             krylov.length_B = torch.where(ready_B, 1, krylov.length_B)
 
-        norm_B = torch.linalg.vector_norm(at.residual_BPN.squeeze(1), dim=1)
+        norm_B = at.norm_BP.squeeze(1).to(z_BN.dtype)
         fell_B = norm_B <= (1 - _DECREASE * krylov.length_B) * krylov.norm_B
         accepted_B = tried_B & (fell_B | (krylov.length_B <= _SHORTEST))
         krylov.length_B = torch.where(tried_B & ~accepted_B, krylov.length_B / 2, krylov.length_B)
