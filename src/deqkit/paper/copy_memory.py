@@ -164,7 +164,7 @@ def longest(
     shows = asked > PAPER_T  # a shorter T can show that the task is not learned, but not the claim
     return Outcome(
         measured="; ".join(
-            f"T = {one['T']}: test loss {one['loss']:.2g}, "
+            f"T = {one['T']}: test loss {one['loss']:.2g} (chance {chance(one['T']):.2g}), "
             + ("not solved" if one["minutes"] is None else f"solved after {one['minutes']:.0f} minutes")
             for one in found
         ),
