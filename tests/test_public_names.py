@@ -15,6 +15,7 @@ EXPECTED = {
         "AbstractBatches",
         "Batch",
         "CopyBatches",
+        "CopyGrowth",
         "CopyMemory",
         "Corpus",
         "DataError",

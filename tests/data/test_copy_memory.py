@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deqkit.data import CopyMemory, DataError, copy_memory
+from deqkit.data import CopyGrowth, CopyMemory, DataError, copy_memory
 
 
 @settings(deadline=None)
@@ -83,6 +83,32 @@ def test_a_resumed_run_sees_the_same_samples(before):
     resumed.load_state_dict(json.loads(json.dumps(original.state_dict())))
     for _ in range(9):
         assert torch.equal(next(resumed).tokens_BT, next(original).tokens_BT)
+
+
+def test_sequences_grow_by_one_factor_from_short_to_long():
+    growth = CopyGrowth(first_T=4, steps=5)
+    batches = CopyMemory(T=64, num_train=26).batches(batch=4, growth=growth)
+    lengths = [next(batches).tokens_BT.shape[1] - 20 for _ in range(14)]
+    # 16-fold in five steps: each is 16 ** (1/5) = 1.74 times the one before, across the end of an epoch of six
+    assert lengths == [4] * 6 + [7, 12, 21, 37, 64, 64, 64, 64]
+
+
+def test_growing_sequences_go_on_where_they_were():
+    growth = CopyGrowth(first_T=2, steps=4)
+    data = CopyMemory(T=30, num_train=12)
+    original, resumed = (data.batches(batch=4, growth=growth) for _ in range(2))
+    for _ in range(6):
+        next(original)
+    resumed.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    assert torch.equal(next(resumed).tokens_BT, next(original).tokens_BT)
+    with pytest.raises(DataError, match="growth"):
+        data.batches(batch=4).load_state_dict(original.state_dict())
+
+
+@pytest.mark.parametrize("wrong", [{"first_T": 0, "steps": 3}, {"first_T": 3, "steps": 0}])
+def test_growth_from_or_in_nothing_is_refused(wrong):
+    with pytest.raises(ValueError, match="at least 1"):
+        CopyGrowth(**wrong)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -3,6 +3,7 @@
 from deqkit.data._batches import AbstractBatches as AbstractBatches
 from deqkit.data._batches import Batch as Batch
 from deqkit.data._copy_memory import CopyBatches as CopyBatches
+from deqkit.data._copy_memory import CopyGrowth as CopyGrowth
 from deqkit.data._copy_memory import CopyMemory as CopyMemory
 from deqkit.data._copy_memory import copy_memory as copy_memory
 from deqkit.data._error import DataError as DataError
@@ -22,6 +23,7 @@ __all__ = [
     "AbstractBatches",
     "Batch",
     "CopyBatches",
+    "CopyGrowth",
     "CopyMemory",
     "Corpus",
     "DataError",

@@ -10,7 +10,7 @@ positions T + 10 to T + 20 with 9; this is the paper's version.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import numpy as np
@@ -42,6 +42,27 @@ def copy_memory(num_samples: int, T: int, generator: torch.Generator | int) -> t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CopyGrowth:
+    """Short sequences first, which cost little and tell the symbols apart soon; then T grows by the same factor at every
+    step. While it grows nothing is recalled, but once it rests a hundred steps do, where T from the start takes many
+    hundreds or fails."""
+
+    first_T: int
+    """Blanks to begin with."""
+    steps: int
+    """Batches of that length, and as many again in which T grows."""
+
+    def __post_init__(self) -> None:
+        if self.first_T < 1 or self.steps < 1:
+            raise ValueError(f"first_T and steps must be at least 1, got {self.first_T} and {self.steps}")
+
+    def T_at(self, index: int, last_T: int) -> int:
+        """Blanks of batch number `index`, the first being 0."""
+        grown = min(1.0, max(0.0, index / self.steps - 1))
+        return round(self.first_T * (last_T / self.first_T) ** grown)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CopyMemory:
     """The task as a dataset: samples that depend on the sizes and one seed alone."""
 
@@ -68,9 +89,11 @@ class CopyMemory:
         """Inputs and targets of "train", "valid" or "test"."""
         return _sequences(self._symbols(name), self.T)
 
-    def batches(self, *, batch: int = 32, rank: int = 0, world_size: int = 1) -> CopyBatches:
-        """Endless shuffled batches of the training samples."""
-        return CopyBatches(self, batch=batch, rank=rank, world_size=world_size)
+    def batches(
+        self, *, batch: int = 32, growth: CopyGrowth | None = None, rank: int = 0, world_size: int = 1
+    ) -> CopyBatches:
+        """Endless shuffled batches of the training samples, the first of them shorter if `growth` says so."""
+        return CopyBatches(self, batch=batch, growth=growth, rank=rank, world_size=world_size)
 
     def evaluation(self, name: str, *, batch: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """One pass over a split in order; rows that are missing in the last batch have targets -100."""
@@ -100,11 +123,13 @@ class CopyBatches(AbstractBatches):
         DataError: There are fewer samples than rows in a batch.
     """
 
-    def __init__(self, data: CopyMemory, *, batch: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, data: CopyMemory, *, batch: int, growth: CopyGrowth | None = None, rank: int = 0, world_size: int = 1
+    ) -> None:
         super().__init__(batch=batch, rank=rank, world_size=world_size)
         if data.num_train < batch:
             raise DataError(f"batch {batch} needs at least as many samples, but num_train is {data.num_train}")
-        self._data = data
+        self._data, self._growth = data, growth
         self._symbols_NS = data._symbols("train")
         self._order: tuple[int, Tensor] | None = None
 
@@ -119,14 +144,20 @@ class CopyBatches(AbstractBatches):
     @property
     def _identity(self) -> dict[str, Any]:
         data = self._data
-        return {"batch": self.batch, "T": data.T, "num_train": data.num_train, "seed": data.seed}
+        identity = {"batch": self.batch, "T": data.T, "num_train": data.num_train, "seed": data.seed}
+        return identity if self._growth is None else {**identity, "growth": asdict(self._growth)}
 
     def _read(self, epoch: int, offset: int) -> Batch:
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed(_derived_seed(self._data.seed, len(SPLITS), epoch))
             self._order = epoch, torch.randperm(self._data.num_train, generator=generator)
         chosen = self._order[1][offset + self.rows.start : offset + self.rows.stop]
-        return Batch(*_sequences(self._symbols_NS[chosen], self._data.T), new_context=True)
+        return Batch(*_sequences(self._symbols_NS[chosen], self._T(epoch, offset)), new_context=True)
+
+    def _T(self, epoch: int, offset: int) -> int:
+        if self._growth is None:
+            return self._data.T
+        return self._growth.T_at((epoch * self._epoch_end + offset) // self.batch, self._data.T)
 
 
 def _draw(num_samples: int, generator: torch.Generator | int) -> Tensor:

@@ -26,7 +26,7 @@ BAR, BAR_MINUTES = 1e-6, 20
 """What we ask of ourselves on two cores, for every seed."""
 LONGER = (400, 800, 1600)
 """T at which a model trained at 400 is tested."""
-LONGEST = (800,)
+LONGEST = (1_600,)
 """T beyond the paper's that are trained, each within an hour; add a longer one to look for the limit."""
 HOUR = 60.0
 NUM_LONGER_SAMPLES = 100
@@ -257,7 +257,7 @@ CLAIMS: tuple[Claim, ...] = (
         ),
         full=partial(
             longest,
-            configs=lambda workshop: [at_T(workshop.recipe("copy-memory"), T) for T in LONGEST],
+            configs=lambda workshop: [at_T(workshop.recipe("copy-memory-long"), T) for T in LONGEST],
             asked=2 * PAPER_T,
             solved=PAPER["DEQ-Transformer"],
         ),

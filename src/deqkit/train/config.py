@@ -44,6 +44,10 @@ class DataConfig:
     """Word pieces of the embedded corpus."""
     copy_T: int = 400
     """Copy memory: positions between what is to be remembered and when."""
+    copy_first_T: int | None = None
+    """Copy memory: begin training with fewer; None for copy_T throughout."""
+    copy_first_steps: int = 0
+    """Copy memory: steps with copy_first_T, and as many again in which it grows to copy_T."""
     copy_train: int = 20_000
     """Copy memory: training samples."""
     copy_test: int = 2_000
@@ -51,6 +55,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, self, "batch", "length", "eval_batch", "eval_length", "copy_T", "copy_train", "copy_test")
+        if bool(self.copy_first_steps) != (self.copy_first_T is not None):
+            raise ValueError(
+                "copy_first_T and copy_first_steps go together, "
+                f"got {self.copy_first_T} for {self.copy_first_steps} steps"
+            )
+        if self.copy_first_T is not None and not 1 <= self.copy_first_T <= self.copy_T:
+            raise ValueError(f"copy_first_T must be from 1 to copy_T, {self.copy_T}, got {self.copy_first_T}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from deqkit.data import (
     AbstractBatches,
     Batch,
+    CopyGrowth,
     CopyMemory,
     Corpus,
     EvaluationPass,
@@ -87,7 +88,10 @@ class CopyTask(AbstractTask):
         self.data_hash = hashlib.sha256(repr(self.data).encode()).hexdigest()
 
     def training(self, *, rank: int, world_size: int) -> AbstractBatches:
-        return self.data.batches(batch=self._config.batch, rank=rank, world_size=world_size)
+        config, growth = self._config, None
+        if config.copy_first_T is not None:
+            growth = CopyGrowth(first_T=config.copy_first_T, steps=config.copy_first_steps)
+        return self.data.batches(batch=config.batch, growth=growth, rank=rank, world_size=world_size)
 
     def evaluation(self, split: str, *, rank: int = 0, world_size: int = 1) -> Iterable[Batch]:
         return self.data.evaluation(split, batch=self._config.eval_batch, rank=rank, world_size=world_size)

@@ -8,6 +8,7 @@ from deqkit.train.config import TrainConfig
 from deqkit.train.recipes.copy_memory import (
     copy_memory,
     copy_memory_gru,
+    copy_memory_long,
     copy_memory_lstm,
     copy_memory_mini,
     copy_memory_tcn,
@@ -39,6 +40,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "text": text,
     "copy-memory": copy_memory,
     "copy-memory-mini": copy_memory_mini,
+    "copy-memory-long": copy_memory_long,
     "copy-memory-lstm": copy_memory_lstm,
     "copy-memory-gru": copy_memory_gru,
     "copy-memory-tcn": copy_memory_tcn,

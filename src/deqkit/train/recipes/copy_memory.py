@@ -54,6 +54,20 @@ def copy_memory_mini() -> TrainConfig:
     )
 
 
+def copy_memory_long() -> TrainConfig:
+    """Copy memory at T = 1600, four times the paper's: T grows from 50 in the first 600 steps."""
+    config = copy_memory()
+    return replace(
+        config,
+        recipe="copy-memory-long",
+        data=replace(config.data, copy_T=1_600, copy_first_T=50, copy_first_steps=300, copy_test=500, eval_batch=8),
+        devices=DeviceConfig(warmup_steps=850),
+        steps=1_300,
+        eval_every=325,
+        expected_time="an hour on one core",
+    )
+
+
 def copy_memory_lstm() -> TrainConfig:
     """An LSTM on copy memory, as large as the equilibrium model (table 1)."""
     cell = RecurrentConfig(unit="lstm", input_width=10, hidden_width=52)
