@@ -51,7 +51,7 @@ UNTIED = {"model": {"depth": 3, "tied": False}}
         ({"data": {"copy_T": 0}}, "copy_T must be at least 1"),
         ({"data": {"copy_first_T": 50}}, "copy_first_T and copy_first_steps go together"),
         ({"data": {"copy_first_steps": 50}}, "copy_first_T and copy_first_steps go together"),
-        ({"data": {"copy_first_T": 500, "copy_first_steps": 5}}, "copy_first_T must be from 1 to copy_T, 400"),
+        ({"data": {"copy_first_T": 500, "copy_first_steps": 5}}, "copy_first_T must be from 1 to copy_T, 5"),
         ({"devices": {"warmup_depth": 0}}, "warmup_depth must be at least 1"),
         ({"devices": {"random_steps": -1}}, "random_steps must be at least 0"),
         ({"regulariser": {"activation": -0.1}}, "activation must be a number of at least 0"),

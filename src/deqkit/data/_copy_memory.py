@@ -43,9 +43,11 @@ def copy_memory(num_samples: int, T: int, generator: torch.Generator | int) -> t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyGrowth:
-    """Short sequences first, which cost little and tell the symbols apart soon; then T grows by the same factor at every
-    step. While it grows nothing is recalled, but once it rests a hundred steps do, where T from the start takes many
-    hundreds or fails."""
+    """Short sequences first, which cost little and tell the symbols apart soon; then T grows by one factor a step.
+
+    While it grows nothing is recalled. Once it rests, a hundred steps are enough, where training at that T from the
+    start takes many hundreds or fails.
+    """
 
     first_T: int
     """Blanks to begin with."""

@@ -63,7 +63,7 @@ def copy_memory_long() -> TrainConfig:
         data=replace(config.data, copy_T=1_600, copy_first_T=50, copy_first_steps=300, copy_test=500, eval_batch=8),
         devices=DeviceConfig(warmup_steps=850),
         steps=1_300,
-        eval_every=325,
+        eval_every=400,
         expected_time="an hour on one core",
     )
 
