@@ -1,6 +1,7 @@
 """A model is trained once, goes on where it was stopped, and is never taken for another."""
 
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,20 @@ def test_a_half_done_run_goes_on(workshop, corpus):
     assert not workshop.has(config)
     workshop.trained(config)
     assert steps_of(workshop, "tiny-seed-0") == [1, 2, 3, 4, 5, 6] and workshop.has(config)
+
+
+def test_an_interrupted_training_is_not_taken_for_a_result(workshop, corpus):
+    """SIGTERM or Ctrl-C ends a training between two steps, with a checkpoint."""
+    config = tiny(corpus, steps=20)
+
+    def interrupt(line):
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt, match="interrupted at tiny-seed-0, step 10 of 20; the same command"):
+        replace(workshop, tell=interrupt).trained(config)
+    assert not workshop.has(config)
+    assert workshop.trained(config).folder.metrics.exists() and workshop.has(config)
+    assert steps_of(workshop, "tiny-seed-0") == list(range(1, 21))
 
 
 def test_another_configuration_is_refused(workshop, corpus):

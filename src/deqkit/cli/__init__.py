@@ -134,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _complain(error, FAILED)
-    except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+    except KeyboardInterrupt as error:
+        return _complain(str(error) or "interrupted", 130)
 
 
 def _parse(words: list[str]) -> Command:

@@ -78,6 +78,7 @@ class Workshop:
 
         Raises:
             ValueError: there is a run of that name with another configuration, or on other data.
+            KeyboardInterrupt: a signal stopped the training, which has kept what it did.
         """
         config = replace(resolve(config), trackers=())
         folder = self._folder(config, name)
@@ -85,7 +86,10 @@ class Workshop:
         if begun:
             _require_same(folder, config)
         if not (begun and _finished(folder, config)):
-            train(config, folder, resume=begun, on_record=self._teller(folder.path.name, config.steps))
+            last = train(config, folder, resume=begun, on_record=self._teller(folder.path.name, config.steps))
+            if not last["finished"]:  # or a half-trained model would pass for a result
+                where = f"{folder.path.name}, step {last['step']} of {config.steps}"
+                raise KeyboardInterrupt(f"interrupted at {where}; the same command goes on there")
         # The data may have another place than when the run was trained.
         return replace(load_run(folder.path), config=config)
 
