@@ -59,14 +59,17 @@ def test_a_run_is_a_folder_with_everything(run):
     assert kinds == [*[("train", i) for i in range(1, 5)], ("valid", 4), ("train", 5), ("train", 6), ("valid", 6)]
 
 
-def test_evaluation_with_its_leak_and_a_sweep(run, capsys):
+def test_evaluation_with_its_leak_and_a_sweep(run, tmp_path, capsys):
     assert main(["eval", str(run), "--split", "test", "--sweep", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads((run / "evaluation-test.json").read_text())
     assert result["leak"] == 0 and result["figures"]["num_tokens"] == 8 * 24
     assert {"tolerance", "loss", "evals"} <= result["sweep"][0].keys() and "max_steps" in result["sweep"][-1]
-    assert main(["eval", str(run), "--tol", "0.1", "--max-steps", "5", "--solver", "Anderson(group='prefix')"]) == 0
-    assert "causality leak" in capsys.readouterr().out
+    options = ["--tol", "0.1", "--max-steps", "5", "--solver", "Anderson(group='prefix')"]
+    assert main(["eval", str(run), *options, "--out", str(tmp_path / "there.json")]) == 0
+    assert "causality leak" in (told := capsys.readouterr().out) and "tokens a second" in told
+    there = json.loads((tmp_path / "there.json").read_text())
+    assert there["interruptions"] == 0 and 0 < there["seconds"] < 60
 
 
 def test_a_dry_run_keeps_nothing(tmp_path, monkeypatch, capsys):

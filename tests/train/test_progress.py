@@ -53,6 +53,28 @@ def test_the_figures_are_those_of_an_uninterrupted_pass(corpus, tmp_path, num_ba
     assert not path.exists()
 
 
+def test_interruptions_are_counted_and_the_time_between_is_not(corpus, tmp_path, monkeypatch):
+    model, task = make(corpus)
+    now = [100.0]
+    monkeypatch.setattr("deqkit.train.progress.time.monotonic", lambda: now[0])
+
+    def a_second_each(number):
+        now[0] += 1
+        if (number, now[0]) in ((1, 102.0), (2, 1002.0)):  # two batches of the first try, one of the second
+            raise Interrupted
+
+    path = tmp_path / "progress"
+    for begin in (100.0, 1000.0):
+        now[0] = begin
+        with pytest.raises(Interrupted):
+            evaluate(model, task, "train", progress=noted(path), on_batch=a_second_each)
+    now[0] = 5000.0
+    batches, last = [], noted(path)
+    evaluate(model, task, "train", progress=last, on_batch=lambda number: (batches.append(number), a_second_each(-1)))
+    assert last.interruptions == 2
+    assert last.seconds == 2 + len(batches)  # what was noted of each try: one batch
+
+
 def test_nothing_is_written_before_it_is_time(corpus, tmp_path):
     model, task = make(corpus)
     path = tmp_path / "progress"

@@ -50,6 +50,8 @@ class Eval(Command):
     """Look at a part only."""
     sweep: bool = False
     """Also measure against the tolerance and against the step limit."""
+    out: Path | None = None
+    """Where the figures are written; in the run's folder if left out."""
     json: bool = False
     """Print the figures to stdout as JSON."""
 
@@ -61,7 +63,8 @@ class Eval(Command):
         if self.sweep and not is_equilibrium:
             raise ValueError(f"nothing of {self.run_folder} is solved: there is no tolerance or step limit to sweep")
         settings = self._settings()
-        figures = with_progress(lambda show: self._evaluate(loaded, task, settings, show))
+        progress = self._progress(loaded, task, settings)
+        figures = with_progress(lambda show: self._evaluate(loaded, task, settings, progress, show))
         result = {
             **results_header(benchmark="eval", seed=loaded.config.seed, config={"run": loaded.config.recipe}),
             "step": loaded.step,
@@ -69,11 +72,13 @@ class Eval(Command):
             "data": self.data or loaded.config.data.source,
             "settings": {name: repr(value) for name, value in settings.items() if value is not None},
             "figures": figures,
+            "seconds": progress.seconds,
+            "interruptions": progress.interruptions,
             "leak": measure_leak(loaded.model, task, self.split, **settings),
             "sweep": with_progress(lambda show: self._sweep(loaded, task, show)) if self.sweep else [],
             "memory_mib": peak_memory_mib(),
         }
-        path = write_results(self.run_folder / f"{self._name()}.json", result)
+        path = write_results(self.out or self.run_folder / f"{self._name()}.json", result)
         if self.json:
             print(json.dumps(result))
         else:
@@ -88,13 +93,7 @@ class Eval(Command):
         tol = None if self.tol is None else Tolerance(rtol=self.tol)
         return {"tol": tol, "max_steps": self.max_steps, "solver": self.solver}
 
-    def _evaluate(self, loaded: LoadedRun, task: AbstractTask, settings: dict[str, Any], show: Any) -> dict[str, Any]:
-        batches = task.evaluation(self.split)
-        total = len(batches) if hasattr(batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
-
-        def on_batch(number: int) -> None:
-            show(f"evaluating {self.split}", number + 1, total)
-
+    def _progress(self, loaded: LoadedRun, task: AbstractTask, settings: dict[str, Any]) -> Progress:
         key = {
             "step": loaded.step,
             "data": task.data_hash,
@@ -103,7 +102,17 @@ class Eval(Command):
             "batch": [loaded.config.data.eval_batch, loaded.config.data.eval_length],
             "settings": {name: repr(value) for name, value in settings.items()},
         }
-        progress = Progress(self.run_folder / f".{self._name()}.progress", key)
+        return Progress(self.run_folder / f".{self._name()}.progress", key)
+
+    def _evaluate(
+        self, loaded: LoadedRun, task: AbstractTask, settings: dict[str, Any], progress: Progress, show: Any
+    ) -> dict[str, Any]:
+        batches = task.evaluation(self.split)
+        total = len(batches) if hasattr(batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
+
+        def on_batch(number: int) -> None:
+            show(f"evaluating {self.split}", number + 1, total)
+
         return evaluate(
             loaded.model,
             task,
@@ -139,6 +148,9 @@ def _print(result: dict[str, Any], task: AbstractTask, path: Path) -> None:
         if key in figures:
             table.add_row(name, f"{figures[key]:,}" if key == "num_tokens" else f"{figures[key]:.5g}")
     table.add_row("causality leak in nats", f"{result['leak']:.3g}")
+    table.add_row("tokens a second", f"{figures['num_tokens'] / result['seconds']:,.0f}")
+    if result["interruptions"]:
+        table.add_row("taken up again", f"{result['interruptions']} times")
     table.add_row("memory of the process in MiB", f"{result['memory_mib']:,.0f}")
     console.print(table)
     if result["sweep"]:

@@ -29,7 +29,15 @@ class Progress:
             every: seconds from one writing to the next.
         """
         self._path, self._key, self._every = path, json.dumps(key, sort_keys=True), every
-        self._written = time.monotonic()
+        self._written = self._since = time.monotonic()
+        self._seconds_before = 0.0
+        self.interruptions = 0
+        """How often the pass was taken up again."""
+
+    @property
+    def seconds(self) -> float:
+        """What the pass has taken, without what was lost and what lay between an interruption and its end."""
+        return self._seconds_before + time.monotonic() - self._since
 
     def load(self) -> tuple[int, Any] | None:
         """How many batches are done, and the state then; None if there is nothing to go on with."""
@@ -41,7 +49,10 @@ class Progress:
                 if metadata.get("key") != self._key:
                     return None
                 tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return int(metadata["num_done"]), unflatten(tensors, json.loads(metadata["rest"]))
+            found = int(metadata["num_done"]), unflatten(tensors, json.loads(metadata["rest"]))
+            self._seconds_before = float(metadata["seconds"])
+            self.interruptions = int(metadata["interruptions"]) + 1
+            return found
         except (SafetensorError, KeyError, ValueError) as error:
             logger.warning("%s is damaged (%s): the evaluation begins anew", self._path, error)
             return None
@@ -52,6 +63,7 @@ class Progress:
             return
         tensors, rest = flatten(state, "state")
         metadata = {"key": self._key, "num_done": str(num_done), "rest": json.dumps(rest)}
+        metadata |= {"seconds": str(self.seconds), "interruptions": str(self.interruptions)}
         partial = self._path.with_name(f".{self._path.name}.tmp")
         try:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
