@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -410,3 +412,9 @@ def test_samples_that_depend_on_each_other_are_named_as_a_cause():
 def test_repr_tells_what_is_not_usual():
     assert "compact=False" not in repr(DEQ(TanhCell())) and "compile" not in repr(DEQ(TanhCell()))
     assert "compact=False, compile=True" in repr(DEQ(TanhCell(), compile=True))
+
+
+def test_importing_deqkit_leaves_the_compiler_of_torch_alone():
+    """It takes as long to import as torch itself; `torch.compiler.disable` as a decorator would load it."""
+    code = "import sys, deqkit, deqkit.cli; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +15,22 @@ Compile = bool | Mapping[str, Any]
 RECOMPILE_LIMIT = 32
 """A model's cell is compiled with and without gradients, with a state that needs one and one that does not, in
 training and in evaluation, each with an empty memory and a full one; torch gives up at eight."""
+
+
+def never_compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.disable`, which imports torch's compiler, but only once somebody else has: that takes as long as
+    the import of torch itself."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled
+            return f(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(f))
+        return disabled[0](*args, **kwargs)
+
+    return call
 
 
 def compiled(f: Callable[..., Any], how: Compile) -> Callable[..., Any]:

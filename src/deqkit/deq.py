@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deqkit._compile import Compile, allow_products, check_compile, compiled
+from deqkit._compile import Compile, allow_products, check_compile, compiled, never_compiled
 from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.adjoint._graph import WithParameters, refuse_tangents, refuse_transforms
 from deqkit.solve import AbstractSolver, Broyden, Fallback, Solution, Status, Tolerance, fixed_point
@@ -79,7 +79,7 @@ class DEQ(nn.Module):
         self.verdicts: collections.Counter[Status] = collections.Counter()
         self.backward_verdicts: collections.Counter[Status] = collections.Counter()
 
-    @torch.compiler.disable  # the loop depends on data; compile the cell instead
+    @never_compiled  # the loop depends on data; compile the cell instead
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         *args: Any,
