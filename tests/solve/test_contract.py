@@ -196,7 +196,7 @@ def test_every_kind_of_solver_is_on_the_list():
 @pytest.mark.parametrize("max_steps", [3, 60])
 @pytest.mark.parametrize(("name", "problem"), pairs(torch.float32))
 def test_the_usual_step_is_noted_as_any_other(name, problem, max_steps, monkeypatch):
-    """Most steps only see residuals fall, and take a shorter way: nothing that is reported may depend on it."""
+    """Most steps end nothing, and take a shorter way: nothing that is reported may depend on it."""
 
     def solve():
         return fixed_point(
@@ -210,16 +210,16 @@ def test_the_usual_step_is_noted_as_any_other(name, problem, max_steps, monkeypa
             trace=True,
         )
 
-    all_fall, taken = Batch.all_fall, []
+    goes_on, taken = Batch.goes_on, []
 
-    def counted(self, *args):
-        taken.append(all_fall(self, *args))
+    def counted(self, *args, **options):
+        taken.append(goes_on(self, *args, **options))
         return taken[-1]
 
-    monkeypatch.setattr(Batch, "all_fall", counted)
+    monkeypatch.setattr(Batch, "goes_on", counted)
     short = solve()
     assert any(taken)
-    monkeypatch.setattr(Batch, "all_fall", lambda *args: False)
+    monkeypatch.setattr(Batch, "goes_on", lambda *args, **options: False)
     long = solve()
     for ours, expected in zip(leaves(short.z), leaves(long.z), strict=True):
         assert torch.equal(ours, expected)

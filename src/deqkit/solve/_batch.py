@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -98,19 +99,44 @@ class Batch:
         """Without what only a solve that goes on needs."""
         return dataclasses.replace(self, z_BPN=None, previous=None, solver_state=None)
 
-    def all_fall(self, found: Residuals) -> bool:
+    def goes_on(
+        self, found: Residuals, active_BP: Tensor | None, alive_B: Tensor, *, patience: int, causal: bool
+    ) -> bool:
+        """Take note of an evaluation that ends nothing, as most do: the same as `judge` and `record` would note.
+
+        Samples that are alive, those with active positions (`None` if all are), must have evaluations left. False, and
+        nothing is noted, where one position has converged, stalled, or become inf or nan.
+        """
+        if active_BP is None and self._all_fall(found):
+            self._note_fall(found)
+            return True
+        ratio_BP = found.ratio_BP
+        fell_BP = ratio_BP < _PROGRESS * self.mark_BP
+        waited_BP = (self.waited_BP + 1).masked_fill_(fell_BP, 0)
+        open_BP = (found.norm_BP > found.bound_BP) & (ratio_BP + found.scale_BP < math.inf) & (waited_BP < patience)
+        ends_BP = ~open_BP if active_BP is None else active_BP & ~open_BP
+        if bool(ends_BP.any()):
+            return False
+        improved_BP = ratio_BP < self.best_BP
+        if active_BP is not None:
+            fell_BP, improved_BP = fell_BP & active_BP, improved_BP & active_BP
+        self.waited_BP, self.mark_BP = waited_BP, torch.where(fell_BP, ratio_BP, self.mark_BP)
+        self.best_z_BPN = torch.where(improved_BP.unsqueeze(2), found.at.z_BPN, self.best_z_BPN)
+        self.best_BP = torch.where(improved_BP, ratio_BP, self.best_BP)
+        self.record(found, alive_B, improved_BP[:, 0], causal=causal)
+        return True
+
+    def _all_fall(self, found: Residuals) -> bool:
         """Whether every residual has fallen, to no less than is asked. False where one is not finite."""
         falls_BP = found.ratio_BP < torch.minimum(_PROGRESS * self.mark_BP, self.best_BP)
         return not bool((~(falls_BP & (found.norm_BP > found.bound_BP))).any())
 
-    def note_progress(self, found: Residuals) -> None:
-        """All that there is to note where all fall and all are active: the same as `judge` and `record` would."""
+    def _note_fall(self, found: Residuals) -> None:
         self.best_z_BPN = found.at.z_BPN
         self.best_BP = self.mark_BP = found.ratio_BP
         self.waited_BP = torch.zeros_like(self.waited_BP)
         self.norm_B, self.scale_B = found.norm_BP[:, -1], found.scale_BP[:, -1]
-        self.steps_B = self.evals_B
-        self.evals_B = self.evals_B + 1
+        self.steps_B, self.evals_B = self.evals_B, self.evals_B + 1
 
     def judge(self, found: Residuals, *, atol: float, patience: int, causal: bool) -> Tensor:
         """Decide which positions are done; returns those for which this point is the one to keep, (B, P)."""
@@ -176,7 +202,7 @@ def norms(*parts_BPN: Tensor, look: bool) -> Tensor:
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:
     """a / b, and 0 where a is 0 whatever b is."""
-    return torch.where(a == 0, 0, a / b)
+    return (a / b).masked_fill_(a == 0, 0)
 
 
 def concatenate(parts: list[Any]) -> Any:

@@ -80,12 +80,13 @@ class Loop:
         self._kept_B: Tensor | None = None  # set when the batch was cut down since the last evaluation
         self._trace: list[tuple[Tensor, Tensor, Tensor]] = []
         self._num_evals = 0
-        self._all_active = unfinished is None
         self._least_budget = options.max_steps if unfinished is None else 0
         self._now = Batch.new(z_BPN, max_steps=options.max_steps)
+        self._active_BP: Tensor | None = None  # None while all are
         if unfinished is not None:
             self._now.budget_B = unfinished.budget_B
             self._now.codes_BP.masked_fill_(~unfinished.open_B.unsqueeze(1), CONVERGED)
+            self._active_BP = self._now.codes_BP == ACTIVE
         groups = z_BPN.shape[1]
         tokens_per_group = packing.num_tokens / max(groups, 1)
         self._tokens_P = torch.arange(1, groups + 1, device=z_BPN.device).double() * tokens_per_group
@@ -107,12 +108,14 @@ class Loop:
             assert z_BPN is not None
             found = self._evaluate(z_BPN)
             checking = num_evals % options.check_every == 0
-            self._judge(found, checking=checking)
+            may_have_ended = self._judge(found, checking=checking)
             # A causal solve returns every position's own best point: the last evaluation is kept to measure that.
             if num_evals >= options.max_steps - int(self._causal):
                 return
-            if checking and not self._go_on_with_unsolved():
-                return
+            if may_have_ended:
+                if checking and not self._go_on_with_unsolved():
+                    return
+                self._note_active()
             self._step(found.at)
 
     def _evaluate(self, z_BPN: Tensor) -> Residuals:
@@ -131,30 +134,27 @@ class Loop:
         ratio_BP = norm_BP if tol.rtol == tol.atol == 0 else ratio(norm_BP, bound_BP)
         return Residuals(Evaluation(z_BPN, fz_BPN, residual_BPN, norm_BP, scale_BP), bound_BP, ratio_BP)
 
-    def _judge(self, found: Residuals, *, checking: bool) -> None:
-        """Decide which positions are done, and keep the best point of each."""
+    def _judge(self, found: Residuals, *, checking: bool) -> bool:
+        """Decide which positions are done, and keep the best point of each; False if certainly none has just ended."""
         now = self._now
         if self._num_evals == 0:
             now.first_scale_BP = found.scale_BP
         self._num_evals += 1
         now.largest_BP = torch.fmax(now.largest_BP, found.norm_BP)
-        # The usual step, of which little is to be noted.
-        if checking and self._all_active and self._num_evals < self._least_budget and now.all_fall(found):
-            now.note_progress(found)
-            if self._options.trace:
-                self._note_trace(found, torch.ones_like(now.sample_B, dtype=torch.bool))
-            return
-
-        alive_B = (now.codes_BP == ACTIVE).any(1)
-        taken_BP = now.judge(found, atol=self._options.tol.atol, patience=self._patience, causal=self._causal)
-        now.best_z_BPN = _choose(taken_BP, found.at.z_BPN, now.best_z_BPN, look=checking)
-        now.record(found, alive_B, taken_BP[:, 0], causal=self._causal)
+        active_BP = self._active_BP
+        alive_B = torch.ones_like(now.sample_B, dtype=torch.bool) if active_BP is None else active_BP.any(1)
         if self._options.trace:
             self._note_trace(found, alive_B)
+        how = {"patience": self._patience, "causal": self._causal}
+        if checking and self._num_evals < self._least_budget and now.goes_on(found, active_BP, alive_B, **how):
+            return False
+        taken_BP = now.judge(found, atol=self._options.tol.atol, **how)
+        now.best_z_BPN = _choose(taken_BP, found.at.z_BPN, now.best_z_BPN, look=checking)
+        now.record(found, alive_B, taken_BP[:, 0], causal=self._causal)
         finished_B = alive_B & (now.codes_BP != ACTIVE).all(1)
         if not checking or bool(finished_B.any()):
             self._look_back(found.at, finished_B)
-        self._all_active = False  # or not known
+        return True
 
     def _note_trace(self, found: Residuals, counted_B: Tensor) -> None:
         residual_B = ratio(found.norm_BP[:, -1], found.scale_BP[:, -1])
@@ -173,8 +173,6 @@ class Loop:
 
     def _go_on_with_unsolved(self) -> bool:
         """Drop samples that are done if that pays; False when none is left."""
-        if self._all_active:
-            return True
         now = self._now
         done_B = (now.codes_BP != ACTIVE).all(1)
         size, num_done = done_B.numel(), int(done_B.sum())
@@ -194,6 +192,11 @@ class Loop:
         self._kept_B = index
         return True
 
+    def _note_active(self) -> None:
+        active_BP = self._now.codes_BP == ACTIVE
+        looking = self._options.check_every == 1
+        self._active_BP = None if looking and not bool((~active_BP).any()) else active_BP
+
     def _step(self, at: Evaluation) -> None:
         now = self._now
         if (kept_B := self._kept_B) is not None:
@@ -203,12 +206,9 @@ class Loop:
         if proposed_BPN.dtype != self._packing.dtype:  # f sees the rounded point, so that is the point
             proposed_BPN = proposed_BPN.to(self._packing.dtype).to(proposed_BPN.dtype)
         now.previous = (at.residual_BPN, at.fz_BPN)
-        active_BP = now.codes_BP == ACTIVE
-        if not self._all_active and self._options.check_every == 1:
-            self._all_active = not bool((~active_BP).any())
         now.z_BPN = proposed_BPN
-        if not self._all_active:
-            now.z_BPN = torch.where(active_BP.unsqueeze(2), proposed_BPN, now.best_z_BPN)
+        if self._active_BP is not None:
+            now.z_BPN = torch.where(self._active_BP.unsqueeze(2), proposed_BPN, now.best_z_BPN)
 
     def _measure_composite(self) -> None:
         """Measure the state put together from every position's best point, unless it is the one just evaluated."""
