@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from deqkit.analysis import peak_memory
 from deqkit.solve import Anderson, Broyden, Fallback, FixedPointIteration, NewtonKrylov, Status, Tolerance, fixed_point
 from deqkit.solve._batch import norms
+from deqkit.solve._packing import cut, rows_left
+from deqkit.solve.broyden import BroydenMemory
 from problems import SOLVERS, Problem, affine_problem, causal_mixing, flat, normal
 
 # B samples, N numbers in a state
@@ -76,6 +79,43 @@ def test_compaction_changes_nothing_but_the_work(name, max_steps):
         assert solutions[True].num_evals.unique().numel() > 1, "the problem should be uneven"
         assert work[True] < work[False]
         assert work[True] == solutions[True].num_evals.sum()
+
+
+@pytest.mark.parametrize("solver", [Broyden(memory=8), Anderson(memory=8)], ids=lambda s: type(s).__name__)
+def test_compaction_does_not_copy_what_the_solver_remembers(solver):
+    """With eight pairs that is most of what a solve holds: a copy of it would be half as much again."""
+    size, width = 4, 4096
+    shrink_B1 = torch.tensor([[0.5], [0.99], [0.9], [0.97]], dtype=torch.float64)
+    target_BN = normal(33, size, width)
+
+    def peak(compact):
+        f = lambda z_BN, b_BN, a_B1: a_B1 * torch.sin(z_BN) + b_BN  # noqa: E731
+        options: dict[str, Any] = {"solver": solver, "tol": TOL, "max_steps": 200, "compact": compact}
+        memory = peak_memory(lambda: fixed_point(f, torch.zeros_like(target_BN), (target_BN, shrink_B1), **options))
+        assert memory.result.num_evals.unique().numel() > 1, "samples should leave one by one"
+        return memory.peak_bytes
+
+    states = 8 * size * width
+    assert peak(True) < peak(False) + 4 * states  # what the loop and the arguments are cut down to; a copy: 13
+
+
+def test_rows_that_are_left_move_as_little_as_they_can():
+    done_B = torch.tensor([False, True, False, True, False, False])
+    index = rows_left(done_B, 4)
+    assert index.tolist() == [0, 4, 2, 5]
+    state = BroydenMemory(
+        dz_BPMN=(memory := torch.arange(6.0).view(6, 1, 1, 1)),
+        df_BPMN=-torch.arange(6.0).view(6, 1, 1, 1),
+        k_BPMM=(small := torch.arange(6.0).view(6, 1, 1, 1)),
+        squares_BPM=torch.zeros(6, 1, 1),
+        dots_BPM=torch.zeros(6, 1, 1),
+        last=(shared := torch.arange(6.0).view(6, 1, 1), shared),
+    )
+    left = cut(state, index)
+    for found in (left.dz_BPMN, -left.df_BPMN, left.k_BPMM, left.last[0]):
+        assert found.flatten().tolist() == [0, 4, 2, 5]
+    assert left.dz_BPMN.data_ptr() == memory.data_ptr()
+    assert shared.flatten().tolist() == small.flatten().tolist() == list(range(6))  # others may refer to them
 
 
 @pytest.mark.parametrize("compact", [True, False])

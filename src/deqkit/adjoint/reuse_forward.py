@@ -12,6 +12,7 @@ from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import AbstractSolver, Anderson, Evaluation, Solution, Tolerance
 from deqkit.solve._fixed_point import check_settings
+from deqkit.solve._packing import Borrowed
 from deqkit.solve._solver import check_count
 from deqkit.solve.broyden import BroydenMemory
 
@@ -72,12 +73,12 @@ class _Preconditioned(AbstractSolver):
         self._memory = dataclasses.replace(memory, last=None)
         self._inner = Anderson()
 
-    def init(self, z_BPN: Tensor, tol: Tolerance) -> tuple[BroydenMemory, Any]:
-        return self._memory, self._inner.init(z_BPN, tol)
+    def init(self, z_BPN: Tensor, tol: Tolerance) -> tuple[Borrowed, Any]:
+        return Borrowed(self._memory), self._inner.init(z_BPN, tol)  # another backward pass may follow
 
-    def step(self, at: Evaluation, state: tuple[BroydenMemory, Any]) -> tuple[Tensor, Any]:
+    def step(self, at: Evaluation, state: tuple[Borrowed, Any]) -> tuple[Tensor, Any]:
         memory, inner = state
-        better_BPN = memory.apply_transposed(at.residual_BPN)
+        better_BPN = memory.value.apply_transposed(at.residual_BPN)
         better = dataclasses.replace(at, fz_BPN=at.z_BPN + better_BPN, residual_BPN=better_BPN)
         proposed_BPN, inner = self._inner.step(better, inner)
         return proposed_BPN, (memory, inner)

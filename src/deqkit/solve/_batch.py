@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqkit.solve._packing import select
+from deqkit.solve._packing import cut
 from deqkit.solve._solution import Status
 from deqkit.solve._solver import Evaluation
 
@@ -92,8 +92,8 @@ class Batch:
         )
 
     def part(self, index: Tensor) -> Batch:
-        """Some of the samples."""
-        return select(self, index)
+        """Some of the samples; of those that the solver remembers, no others are left."""
+        return cut(self, index)
 
     def account(self) -> Batch:
         """Without what only a solve that goes on needs."""

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from deqkit.solve._packing import OWNED
 from deqkit.solve._tolerance import Tolerance
 
 # B samples, N numbers in a state, M room for basis vectors
@@ -24,7 +25,7 @@ class KrylovState:
     base_f_BN: Tensor
     norm_B: Tensor
     """||f - z|| at the base point."""
-    basis_BMN: Tensor
+    basis_BMN: Tensor = dataclasses.field(metadata=OWNED)
     hessenberg_BMM: Tensor
     projection_BM: Tensor
     """Inner products of the base point with the basis, for the length of the solution."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._batch import ACTIVE, CONVERGED, MAX_STEPS, Batch, Residuals, concatenate, norms, ratio
-from deqkit.solve._packing import Packing, select
+from deqkit.solve._packing import Packing, rows_left, select
 from deqkit.solve._solution import Solution
 from deqkit.solve._solver import AbstractSolver, Evaluation
 from deqkit.solve._tolerance import Tolerance
@@ -186,7 +186,7 @@ class Loop:
         if not self._problem.worth_compacting(size - num_done, size):
             return True
         self._left.append(now.account().part(torch.nonzero(done_B).flatten()))
-        index = torch.nonzero(~done_B).flatten()
+        index = rows_left(done_B, size - num_done)
         self._now = now.part(index)
         self._problem.keep(index)
         self._kept_B = index

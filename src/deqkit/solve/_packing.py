@@ -123,6 +123,46 @@ def select(tree: Any, index: Tensor) -> Any:
     return map_tensors(lambda t: t.index_select(0, index), tree)
 
 
+OWNED = {"owned": True}
+"""Metadata of a dataclass field whose tensor nobody else refers to, as a solver's memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A part of a solver's state that is needed after the solve: whatever it is marked as, it is left as it is."""
+
+    value: Any
+
+
+def cut(tree: Any, index: Tensor) -> Any:
+    """`select` for a tree that is not needed whole any more: fields marked as `OWNED` are cut in place.
+
+    They may be most of what a solve holds, and hardly anything moves if `index` comes from `rows_left`.
+    """
+    if type(tree) is tuple:
+        return tuple(cut(value, index) for value in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Borrowed):
+        parts = {
+            field.name: (_cut_in_place if "owned" in field.metadata else cut)(getattr(tree, field.name), index)
+            for field in dataclasses.fields(tree)
+        }
+        return dataclasses.replace(tree, **parts)
+    return select(tree, index)
+
+
+def rows_left(done_B: Tensor, num_left: int) -> Tensor:
+    """The rows that are not done, each in its place if there is room; those behind fill the others' places."""
+    index = torch.arange(num_left, device=done_B.device)
+    index[done_B[:num_left]] = num_left + torch.nonzero(~done_B[num_left:]).flatten()
+    return index
+
+
+def _cut_in_place(tensor: Tensor, index: Tensor) -> Tensor:
+    moved = torch.nonzero(index != torch.arange(index.numel(), device=index.device)).flatten()
+    tensor[moved] = tensor.index_select(0, index[moved])
+    return tensor[: index.numel()]
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor of a tuple, list, dict or dataclass, in order."""
     if isinstance(tree, Tensor):

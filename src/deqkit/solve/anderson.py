@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._linalg import solve_normal_equations, subtract_combination
+from deqkit.solve._packing import OWNED
 from deqkit.solve._solver import AbstractSolver, Evaluation, check_count, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
@@ -18,8 +19,8 @@ from deqkit.solve._tolerance import Tolerance
 class _Memory:
     """The last M differences of residuals and of steps, their inner products, and residual and f before this one."""
 
-    residuals_BPMN: Tensor
-    steps_BPMN: Tensor
+    residuals_BPMN: Tensor = dataclasses.field(metadata=OWNED)
+    steps_BPMN: Tensor = dataclasses.field(metadata=OWNED)
     gram_BPMM: Tensor
     rhs_BPM: Tensor
     """Inner products of the differences with the current residual."""

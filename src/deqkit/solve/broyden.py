@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._linalg import solve_or_zero, subtract_combination
+from deqkit.solve._packing import OWNED
 from deqkit.solve._solver import AbstractSolver, Evaluation, check_count, check_damping, check_group
 from deqkit.solve._tolerance import Tolerance
 
@@ -19,9 +20,9 @@ from deqkit.solve._tolerance import Tolerance
 class BroydenMemory:
     """The inverse Jacobian of g(z) = f(z) - z as `-I - F K^-1 S'`, from the last M steps of every sample."""
 
-    dz_BPMN: Tensor
+    dz_BPMN: Tensor = dataclasses.field(metadata=OWNED)
     """S: steps."""
-    df_BPMN: Tensor
+    df_BPMN: Tensor = dataclasses.field(metadata=OWNED)
     """F: changes of f over the same steps."""
     k_BPMM: Tensor
     """K: -s_i.df_j where i is newer than j, else -s_i.dg_j with dg = df - dz."""
