@@ -156,6 +156,16 @@ def test_the_longest_copy(workshop):
     assert outcome.holds is False and outcome.numbers["longest"] is None  # six steps solve nothing
     assert [one["T"] for one in outcome.numbers["found"]] == [4, 6]
     assert (workshop.runs / "tiny-copy-T-6-seed-0").is_dir()
+    assert "grows" not in outcome.remark
+
+
+def test_the_longest_copy_says_how_it_grows(workshop):
+    config = tiny("copy-memory", data={"copy_T": 6, "copy_first_T": 2, "copy_first_steps": 2})
+    outcome = copy_memory.longest(workshop, configs=lambda workshop: [config], asked=6, solved=1e-4)
+    assert "Training begins with T = 2, which grows up to step 4." in outcome.remark
+    records = workshop.metrics(workshop.trained(config, "tiny-T-6-seed-0"))
+    lengths = [round(r["tokens_per_second"] * r["seconds"] / config.data.batch) - 20 for r in records]
+    assert lengths == [2, 2, 2, 3, 6, 6]
 
 
 def test_table_1(workshop):

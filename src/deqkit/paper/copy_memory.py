@@ -172,9 +172,16 @@ def longest(
         f"solved: a validation loss of at most {solved:g}",
         holds=None if solves and not shows else solves,
         numbers={"found": found, "longest": max(lengths, default=None)},
-        remark=f"Asked: T of at least {asked} within an hour."
+        remark=f"Asked: T of at least {asked} within an hour.{_growth(configs(workshop)[0])}"
         + ("" if shows else f" The claim is about T above {PAPER_T}: a shorter one leaves it open."),
     )
+
+
+def _growth(config: TrainConfig) -> str:
+    data = config.data
+    if data.copy_first_T is None:
+        return ""
+    return f" Training begins with T = {data.copy_first_T}, which grows up to step {2 * data.copy_first_steps}."
 
 
 def _minutes_to(workshop: Workshop, run: LoadedRun, loss: float) -> float | None:
