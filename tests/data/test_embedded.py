@@ -42,6 +42,8 @@ def test_it_is_the_same_in_another_process_that_imports_no_module_for_it(text):
     assert done.returncode == 0, done.stderr
     digest, *imported = done.stdout.split()
     assert digest == hashlib.sha256(text.encode()).hexdigest()
+    # where Python is installed, which sysconfig looks up in a module of its own
+    imported = [name for name in imported if not name.startswith("_sysconfigdata_")]
     assert imported == ["pydoc_data", "pydoc_data.topics"]
 
 
