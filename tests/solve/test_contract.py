@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deqkit.solve import Fallback, Status, Tolerance, fixed_point
-from deqkit.solve._batch import Batch
+from deqkit.solve._batch import Batch, Residuals
+from deqkit.solve._solver import Evaluation
 from problems import (
     PROBLEMS,
     SOLVERS,
@@ -227,3 +228,21 @@ def test_the_usual_step_is_noted_as_any_other(name, problem, max_steps, monkeypa
         assert torch.equal(getattr(short, field).nan_to_num(-1), getattr(long, field).nan_to_num(-1)), field
     assert short.trace is not None and long.trace is not None
     assert all(torch.equal(a, b) for a, b in zip(short.trace, long.trace, strict=True))
+
+
+def test_the_short_way_keeps_the_account_of_the_long_one():
+    """Residuals of two samples, one of which comes to rest where the other does not fall: each way notes the same."""
+    ways = [Batch.new(torch.zeros(2, 1, 1), max_steps=20) for _ in range(2)]
+    alive_B = torch.ones(2, dtype=torch.bool)
+    for number, norms in enumerate([(1.0, 1.0), (0.5, 2.0), (0.5, 0.9), (0.6, 0.95), (0.4, 3.0)]):
+        norm_BP = torch.tensor(norms).double().unsqueeze(1)
+        z_BPN = torch.full((2, 1, 1), float(number))
+        at = Evaluation(z_BPN, z_BPN, norm_BP.unsqueeze(2), norm_BP, torch.ones_like(norm_BP))
+        found = Residuals(at, torch.full_like(norm_BP, 0.1), 10 * norm_BP)
+        short, long = ways
+        assert short.goes_on(found, None, alive_B, patience=10, causal=False)
+        taken_BP = long.judge(found, atol=0.0, patience=10, causal=False)
+        long.best_z_BPN = torch.where(taken_BP.unsqueeze(2), z_BPN, long.best_z_BPN)
+        long.record(found, alive_B, taken_BP[:, 0], causal=False)
+        for name in ("best_z_BPN", "best_BP", "mark_BP", "waited_BP", "norm_B", "steps_B", "evals_B"):
+            assert torch.equal(getattr(short, name), getattr(long, name)), (number, name)
