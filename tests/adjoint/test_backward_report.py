@@ -63,6 +63,37 @@ def test_the_estimated_error_of_the_gradient_is_within_a_factor_of_three(backwar
     assert true_error / 3 <= solution.grad_error <= 3 * true_error
 
 
+class KinkedCell(torch.nn.Module):
+    """f(z, x) = A relu(B z + x), with many hidden units: their switching makes J jump."""
+
+    def __init__(self, *, seed: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Parameter(normal(4096, 64, seed=seed) / 8)
+        self.outer = torch.nn.Parameter(normal(64, 4096, seed=seed + 100) / 64)
+
+    def initial_state(self, x):
+        return torch.zeros(x.shape[0], 64, dtype=x.dtype)
+
+    def forward(self, z, x):
+        return torch.relu(z @ self.inner.mT + x) @ self.outer.mT
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_estimate_is_within_a_factor_of_three_on_cells_with_kinks(seed):
+    """Without a look at how J jumps between z and z*, which `compact=False` does not allow, it is too low."""
+    cell, x = KinkedCell(seed=seed), normal(8, 4096, seed=5)
+    parameters = [cell.inner, cell.outer]
+    exact = gradients(lambda: solve_tightly(cell)(x), parameters)
+
+    def estimate_over_truth(*, compact: bool) -> float:
+        z, solution = DEQ(cell, tol=Tolerance(rtol=1e-2), compact=compact)(x, return_solution=True)
+        error = relative_error(torch.autograd.grad(loss_of(z), parameters), exact)
+        return solution.grad_error / error
+
+    assert 1 / 3 <= estimate_over_truth(compact=True) <= 3
+    assert estimate_over_truth(compact=False) < 1 / 3
+
+
 @pytest.mark.parametrize("grad_rtol", [1e-2, 1e-5, 1e-8])
 def test_grad_rtol_tightens_both_solves_until_the_gradient_is_that_good(grad_rtol):
     cell, x = TanhCell(16, norm=0.9, seed=3), normal(8, 16, seed=5).requires_grad_()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deqkit.adjoint._base import OnBackward
-from deqkit.adjoint._error import gradient_error, next_tolerance
+from deqkit.adjoint._error import curvature_from_one, gradient_error, next_tolerance
 from deqkit.adjoint._graph import (
     Equation,
     Gates,
@@ -85,10 +85,12 @@ class BackwardPass:
         y_BPN = solved.z
         solved.z = self.equation.packing.unpack(y_BPN)
         if self.solution is not None:
-            size_B = torch.linalg.vector_norm(y_BPN, dim=(1, 2))
             self.solution.backward = solved
-            self.solution.grad_error = gradient_error(self.solution, solved, size_B)
         raise_if_failed(solved, where="the backward solve (products with the Jacobian of f)", above=Status.STALLED)
+        if self.solution is not None:
+            size_B = torch.linalg.vector_norm(y_BPN, dim=(1, 2))
+            curvature = self._curvature(v_BPN, y_BPN, linearised, solved)
+            self.solution.grad_error = gradient_error(self.solution, solved, size_B, curvature)
         if self.on_backward is not None:
             self.on_backward(solved)
         return y_BPN
@@ -100,6 +102,19 @@ class BackwardPass:
         with torch.no_grad():
             make_problem = functools.partial(TransposedProblem, self.equation, linearised, v_BPN)
             return iterate(make_problem, y_BPN, method.solver, options, packing)
+
+    def _curvature(self, v_BPN: Tensor, y_BPN: Tensor, linearised: Linearised, solved: Solution) -> Tensor | None:
+        """What J changes near z*, for the estimate of the gradient's error: of one sample, which costs a batch little.
+
+        None where a sample cannot be evaluated alone.
+        """
+        assert self.solution is not None
+        if self.solution.curvature is not None:
+            return self.solution.curvature
+        if not (self.method.compact and tensors_in(self.equation.args) and y_BPN.numel()):
+            return None
+        with torch.no_grad():
+            return curvature_from_one(self.equation, linearised, v_BPN, y_BPN, self.solution, solved)
 
     def _tighter(self, solved: Solution) -> Tolerance | None:
         """The tolerance to go on with until the asked accuracy holds; None when it does or cannot."""

@@ -7,25 +7,31 @@ from torch import Tensor
 
 from deqkit.adjoint._graph import Equation, Linearised
 from deqkit.solve import Solution, Tolerance
+from deqkit.solve._batch import ratio
 
 # B samples, P groups of positions, N numbers in a group
 
 
-def gradient_error(forward: Solution, backward: Solution, size_B: Tensor) -> float:
+def gradient_error(forward: Solution, backward: Solution, size_B: Tensor, curvature: Tensor | None) -> float:
     """Estimated relative error of the gradient, from the errors of z and of y; `size_B` is ||y||, a sample's weight.
 
     A residual is stretched by (I - J)^-1 into an error, by as much as the solves were seen to stretch it. An error in
     z moves dl/dz and df/dtheta by about as much (a loss and a cell that change over their own scale), and an error
-    in y enters as it is. First order only: where f has kinks (ReLU) J may jump, and the true error be several times
-    larger; `grad_rtol` looks at that too.
+    in y enters as it is. What J changes between z and z* comes on top (`curvature`, of every sample or of one that
+    stands for all): little for smooth cells, most of the error where f has kinks (ReLU). Without it, None, the
+    estimate is of first order.
     """
     if not size_B.numel():
         return 0.0
-    stretch_B = torch.fmax(forward.amplification, backward.amplification).nan_to_num(1.0)
+    stretch_B = _stretch(forward, backward)
     squared_B = (stretch_B * forward.residual).square() + (stretch_B * backward.residual).square()
-    if forward.curvature is not None:
-        squared_B = squared_B + forward.curvature.square()
+    if curvature is not None:
+        squared_B = squared_B + curvature.square()
     return _weighted_mean(squared_B, size_B.square()) ** 0.5
+
+
+def _stretch(forward: Solution, backward: Solution) -> Tensor:
+    return torch.fmax(forward.amplification, backward.amplification).nan_to_num(1.0)
 
 
 def forward_error(forward: Solution) -> float:
@@ -41,21 +47,41 @@ def _weighted_mean(values_B: Tensor, weights_B: Tensor) -> float:
     return float((values_B * weights_B).sum()) / total if total > 0 else 0.0
 
 
-def measure_curvature(equation: Equation, z_BPN: Tensor, solution: Solution) -> Tensor:
-    """How much J changes between z and the likely place of z*, as a relative error of y. Two evaluations and products.
-
-    z* is about `amplification * (f(z) - z)` away, and a change D of J moves y by (I - J)^-T D'y; y is not known yet,
-    so a random vector stands for it.
-    """
+def curvature_ahead(equation: Equation, z_BPN: Tensor, solution: Solution) -> Tensor:
+    """The curvature at every sample before the backward pass: y is not known yet, so a random vector stands for it."""
     here = Linearised(equation, z_BPN)
-    residual_BPN = here.value.detach() - z_BPN
-    amplification_B = solution.amplification.nan_to_num(1.0)
-    there = Linearised(equation, z_BPN + amplification_B.view(-1, 1, 1) * residual_BPN)
     generator = torch.Generator().manual_seed(0)
     w_BPN = torch.randn(z_BPN.shape, generator=generator, dtype=torch.float64).to(z_BPN)
-    change_BPN = there.transposed(w_BPN) - here.transposed(w_BPN)
-    size_B = torch.linalg.vector_norm(w_BPN, dim=(1, 2))
-    return amplification_B * torch.linalg.vector_norm(change_BPN, dim=(1, 2)) / size_B
+    stretch_B = solution.amplification.nan_to_num(1.0)
+    error_BPN = stretch_B.view(-1, 1, 1) * (here.value.detach() - z_BPN)
+    return stretch_B * _change_of_products(equation, z_BPN + error_BPN, w_BPN, here.transposed(w_BPN))
+
+
+def curvature_from_one(
+    equation: Equation, here: Linearised, v_BPN: Tensor, y_BPN: Tensor, forward: Solution, backward: Solution
+) -> Tensor:
+    """The curvature at every sample, measured at the one from which the error of z reaches the gradient most.
+
+    The farther z is from z* the more J changes, and the more a sample stretches it: the others are judged by that.
+    """
+    stretch_B, away_B = _stretch(forward, backward), forward.amplification.nan_to_num(1.0) * forward.residual
+    size_B = torch.linalg.vector_norm(y_BPN, dim=(1, 2))
+    index_1 = (stretch_B * forward.residual * size_B).argmax().unsqueeze(0)
+    parts = (here.source, here.value, v_BPN, y_BPN, forward.amplification.nan_to_num(1.0))
+    z_1PN, fz_1PN, v_1PN, y_1PN, far_1 = (part.detach().index_select(0, index_1) for part in parts)
+    ahead_1PN = z_1PN + far_1.view(-1, 1, 1) * (fz_1PN - z_1PN)
+    change_1 = _change_of_products(equation.again(index=index_1), ahead_1PN, y_1PN, y_1PN - v_1PN)  # y = J'y + v
+    return stretch_B * away_B * ratio(change_1, away_B.index_select(0, index_1))
+
+
+def _change_of_products(equation: Equation, ahead_BPN: Tensor, y_BPN: Tensor, product_BPN: Tensor) -> Tensor:
+    """||D'y|| / ||y||, where D is what J changes between z and the likely place of z*; one evaluation and product.
+
+    That place is `amplification * (f(z) - z)` ahead, and D moves y by (I - J)^-T D'y. `product_BPN` is J'y at z.
+    """
+    change_BPN = Linearised(equation, ahead_BPN).transposed(y_BPN) - product_BPN
+    change_B, size_B = (torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64) for x in (change_BPN, y_BPN))
+    return ratio(change_B, size_B).to(y_BPN.dtype)
 
 
 def next_tolerance(solution: Solution, error: float, grad_rtol: float, max_steps: int) -> Tolerance | None:

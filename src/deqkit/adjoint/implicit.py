@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deqkit.adjoint._backward import BackwardPass, LinearSolve
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
-from deqkit.adjoint._error import forward_error, measure_curvature, next_tolerance
+from deqkit.adjoint._error import curvature_ahead, forward_error, next_tolerance
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import AbstractSolver, Anderson, Fallback, Solution, Status, Tolerance
 from deqkit.solve._packing import Packing
@@ -61,7 +61,7 @@ class Implicit(AttachedAdjoint):
         if self.grad_rtol is None or solution.status is not Status.CONVERGED or not solution.codes.numel():
             return None
         packing = Packing.of(solution.z, causal=False)
-        solution.curvature = measure_curvature(Equation(f, packing, args), packing.pack(solution.z), solution)
+        solution.curvature = curvature_ahead(Equation(f, packing, args), packing.pack(solution.z), solution)
         return next_tolerance(solution, forward_error(solution), self.grad_rtol, max_steps)
 
     def _attach(

@@ -54,7 +54,8 @@ class Solution:
     """Estimate of ||dz|| / ||dresidual|| near the solution, i.e. of ||(I - J)^-1|| where the residual points; nan
     where fewer than two points were evaluated."""
     curvature: Tensor | None = None
-    """Error of the gradient because J changes between z and the solution; measured only for `grad_rtol`."""
+    """Error of the gradient because J changes between z and the solution, per sample; only `grad_rtol` measures it
+    before the backward pass."""
     trace: tuple[Tensor, ...] | None = None
     """One 1-D tensor a sample: the relative residual at each of its evaluations. None unless asked for."""
     backward: Solution | None = None
