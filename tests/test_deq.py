@@ -402,10 +402,17 @@ def test_without_compaction_samples_stay_in_both_solves(rule):
         DEQ(BatchNormCell(), compact=False, **rule)(x).square().sum().backward()
 
 
+def test_an_initial_state_that_is_no_method_is_an_error_that_says_so():
+    cell = TanhCell()
+    cell.initial_state = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="initial_state of a cell is a method"):
+        DEQ(cell)(normal(3, 4, seed=5))
+
+
 def test_samples_that_depend_on_each_other_are_named_as_a_cause():
     x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)) * torch.linspace(0, 2, 16).unsqueeze(1)
     torch.manual_seed(1)
-    with pytest.raises(ValueError, match="batch norm in training mode.*compact=False"):
+    with pytest.raises(ValueError, match="batch norm in training mode.*one sample"):
         DEQ(BatchNormCell())(x)
 
 

@@ -54,8 +54,7 @@ class DEQ(nn.Module):
             max_steps: upper bound on the evaluations of the cell in one forward solve; 40 if left out.
             adjoint: how gradients are computed; `Implicit()` if left out.
             compact: let samples leave the batch when they are done, in both solves; with `compile` they stay, because
-                every size of the batch would have to be compiled. False for an f in which samples depend on each
-                other.
+                every size of the batch would have to be compiled. False for an f that closes over its batch.
             check_every: look at the verdicts every so many evaluations.
             compile: evaluate what `torch.compile` makes of the cell; or a dict of its arguments. The first solves
                 then take a minute, and there are no second derivatives. It sets two switches of torch for the
@@ -149,6 +148,11 @@ class DEQ(nn.Module):
 
     def _initial_state(self, args: tuple[Any, ...]) -> Any:
         if hasattr(self.cell, "initial_state"):
+            if not callable(self.cell.initial_state):
+                raise ValueError(
+                    "initial_state of a cell is a method that makes z0 of its args, got "
+                    f"{type(self.cell.initial_state).__name__}; give a tensor another name, and expand it in the method"
+                )
             return self.cell.initial_state(*args)
         if args and isinstance(args[0], Tensor):
             return torch.zeros_like(args[0])

@@ -80,6 +80,7 @@ def test_unrolled_refuses_an_f_that_changes_the_shape_of_the_state():
         deq(normal(3, 4, seed=5), z0=torch.zeros(3, 1, dtype=torch.float64))
 
 
+@pytest.mark.filterwarnings("ignore:.*samples took no step")  # a first step that makes matters worse is not taken
 @pytest.mark.parametrize("damping", [0.3, 0.5, 0.8])
 @pytest.mark.parametrize("num_steps", [1, 3, 12])
 def test_reversible_is_autograd_through_its_recurrence(num_steps, damping):
@@ -189,3 +190,14 @@ def test_reversible_cannot_be_attached_to_a_foreign_solution():
 def test_impossible_settings_are_refused(rule, settings):
     with pytest.raises(ValueError, match="must be"):
         rule(**settings)
+
+
+def test_reversible_warns_where_it_takes_no_step():
+    """Its gradient is that of the steps taken; from a solution there are none."""
+    deq, x = DEQ(TanhCell(), adjoint=Reversible()), normal(3, 4, seed=5)
+    z = deq(x).detach()
+    with pytest.warns(NumericalWarning, match="3 of 3 samples took no step"):
+        deq(x, z0=z)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        deq(x, z0=z)

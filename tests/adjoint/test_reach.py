@@ -119,7 +119,7 @@ def test_a_gradient_can_be_asked_for_at_a_result_f_closes_over():
 
     check(RULES["implicit"], solve, [scale])
     # With a graph of its own the gradient goes to leaves and args only; asking elsewhere fails, and says so.
-    with pytest.raises(RuntimeError, match="not have been used"):
+    with pytest.raises(RuntimeError, match="closes over"):
         torch.autograd.grad(solve(RULES["implicit"]).sum(), scale, create_graph=True)
 
 
@@ -219,3 +219,86 @@ def test_second_derivatives_by_an_argument_that_f_also_closes_over():
     cell, x = CentredCell(), normal(2, 4, seed=5).requires_grad_()
     deq = DEQ(cell, **RULES["implicit"])
     assert torch.autograd.gradgradcheck(lambda x, weight: deq(x @ weight), (x, cell.weight))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@rules
+def test_parameters_that_were_computed_get_their_own_gradient(rule, create_graph):
+    """Fast weights: `functional_call` with tensors that are no leaves, whose gradient is asked for."""
+    cell, x = TanhCell(norm=0.5), normal(3, 4, seed=5)
+    fast = {f"cell.{name}": 0.9 * p for name, p in cell.named_parameters()}
+    check(
+        rule,
+        lambda settings: torch.func.functional_call(DEQ(cell, **settings), fast, (x,)),
+        list(fast.values()),
+        create_graph=create_graph,
+    )
+
+
+@pytest.mark.parametrize("num_inner", [1, 2, 3])
+def test_gradients_through_steps_of_gradient_descent(num_inner):
+    """MAML: the weights of each inner step were made by the backward pass of the one before."""
+    cell, x = TanhCell(norm=0.5), normal(3, 4, seed=5)
+
+    def outer(settings):
+        deq = DEQ(cell, **settings)
+        fast: dict[str, Tensor] = dict(deq.named_parameters())
+        for _ in range(num_inner):
+            loss = loss_of(torch.func.functional_call(deq, fast, (x,)))
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            fast = {name: p - 0.05 * grad for (name, p), grad in zip(fast.items(), grads, strict=True)}
+        return torch.func.functional_call(deq, fast, (x,))
+
+    check(RULES["implicit"], outer, list(cell.parameters()))
+
+
+CLOSED_OVER = {"first order": False, "create_graph": True}
+
+
+@pytest.mark.parametrize("create_graph", CLOSED_OVER.values(), ids=CLOSED_OVER.keys())
+@rules
+def test_a_computed_tensor_that_f_closes_over_gets_its_gradient_or_an_error(rule, create_graph):
+    """Rules that send gradients straight to the leaves would pass it by, without a word."""
+    leaf, x = matrix(4, norm=0.5, seed=1).requires_grad_(), normal(3, 4, seed=5)
+
+    def gradient(settings, *, of_leaf=False):
+        weight = leaf * 1.0
+        z = DEQ(lambda z, x: torch.tanh(z @ weight.mT + x), **settings)(x)
+        return torch.autograd.grad(loss_of(z) + weight.sum(), leaf if of_leaf else weight, create_graph=create_graph)
+
+    reference = {"adjoint": REFERENCE}
+    assert relative_error(gradient(rule, of_leaf=True), gradient(reference, of_leaf=True)) < 1e-5
+    straight = isinstance(rule["adjoint"], Reversible)
+    straight |= create_graph and isinstance(rule["adjoint"], Implicit | ReuseForward)
+    if straight:
+        with pytest.raises(RuntimeError, match=r"closes over.*pass it to f as an argument"):
+            gradient(rule)
+    else:
+        assert relative_error(gradient(rule), gradient(reference)) < 1e-5
+
+
+@pytest.mark.parametrize("create_graph", CLOSED_OVER.values(), ids=CLOSED_OVER.keys())
+@rules
+def test_hooks_on_parameters_and_inputs_run_once(rule, create_graph):
+    cell, leaf = TanhCell(norm=0.5), normal(3, 4, seed=5).requires_grad_()
+    calls = []
+
+    def gradient(factor):
+        x = leaf * 1.0
+        hooks = [t.register_hook(lambda grad: (calls.append(grad), factor * grad)[1]) for t in (cell.weight, x)]
+        found = gradients(lambda: DEQ(cell, **rule)(x), [cell.weight, leaf], create_graph=create_graph)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    plain, tripled = gradient(1), gradient(3)
+    assert len(calls) == 4 and all(isinstance(grad, Tensor) for grad in calls)
+    assert relative_error(tripled, [3 * grad for grad in plain]) < 1e-12
+
+
+@rules
+def test_an_empty_batch_has_an_empty_equilibrium(rule):
+    x = torch.zeros(0, 4, dtype=torch.float64, requires_grad=True)
+    z = DEQ(TanhCell(), **rule)(x)
+    z.sum().backward()
+    assert z.shape == (0, 4)

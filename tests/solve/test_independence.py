@@ -78,7 +78,7 @@ def test_compaction_changes_nothing_but_the_work(name, max_steps):
     if max_steps == 300:
         assert solutions[True].num_evals.unique().numel() > 1, "the problem should be uneven"
         assert work[True] < work[False]
-        assert work[True] == solutions[True].num_evals.sum()
+        assert 1 <= work[True] - solutions[True].num_evals.sum() <= 2  # a look at two samples when the first leaves
 
 
 @pytest.mark.parametrize("solver", [Broyden(memory=8), Anderson(memory=8)], ids=lambda s: type(s).__name__)
@@ -195,3 +195,59 @@ def test_sizes_do_not_depend_on_neighbours_or_on_looking():
         other_BPN = torch.cat((torch.full_like(x_BPN[:1], odd), x_BPN[1:]))
         for look in (True, False):
             assert torch.equal(norms(other_BPN, 2 * x_BPN, look=look)[:, 1:], plain_XBP[:, 1:])
+
+
+# --- samples that are none: they depend on each other ---
+
+
+def coupled(z_BN, x_BN):
+    """Every sample sees the mean of all."""
+    return torch.tanh(0.8 * z_BN.mean(0) + x_BN)
+
+
+COUPLED_X = normal(40, 8, 6) * torch.logspace(-2, 1, 8).double().unsqueeze(1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_samples_that_depend_on_each_other_are_found_out_when_the_first_leaves(mode):
+    with mode(), pytest.raises(ValueError, match="depend on each other.*one sample"):
+        fixed_point(coupled, torch.zeros_like(COUPLED_X), (COUPLED_X,), max_steps=300, throw=False)
+
+
+@pytest.mark.parametrize("max_steps", [6, 12, 300])
+@pytest.mark.parametrize("solver", [FixedPointIteration(), Anderson()], ids=repr)
+def test_without_compaction_a_sample_that_the_others_disturb_is_solved_again(solver, max_steps):
+    tol = Tolerance(rtol=1e-6)
+    solution = fixed_point(
+        coupled, torch.zeros_like(COUPLED_X), (COUPLED_X,), solver=solver, tol=tol, max_steps=max_steps,
+        compact=False, throw=False,
+    )  # fmt: skip
+    f_z = coupled(solution.z, COUPLED_X)
+    true_B = (f_z - solution.z).norm(dim=1) / f_z.norm(dim=1)
+    converged_B = torch.tensor([status is Status.CONVERGED for status in solution.sample_status])
+    assert bool((true_B[converged_B] <= 2 * tol.rtol).all())
+    assert bool(converged_B.all()) == (max_steps == 300)
+
+
+def test_as_one_sample_they_have_one_honest_verdict():
+    solution = fixed_point(
+        lambda z, x: coupled(z[0], x[0])[None], torch.zeros_like(COUPLED_X)[None], (COUPLED_X[None],), tol=TOL
+    )
+    exact = torch.zeros_like(COUPLED_X)
+    for _ in range(400):
+        exact = coupled(exact, COUPLED_X)
+    torch.testing.assert_close(solution.z[0], exact, rtol=1e-5, atol=1e-5)
+    assert list(solution.sample_status) == [Status.CONVERGED]
+
+
+def test_looking_whether_samples_are_independent_takes_two_of_them_once():
+    sizes = []
+    problem = uneven_problem("broyden", size=6)
+
+    def f(z, *args):
+        sizes.append(z.shape[0])
+        return problem.f(z, *args)
+
+    solution = fixed_point(f, problem.z0, problem.args, tol=TOL, max_steps=300)
+    looks = sum(sizes) - int(solution.num_evals.sum())
+    assert looks == 2

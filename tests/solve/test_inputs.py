@@ -178,6 +178,16 @@ def test_a_state_changed_in_place_is_detected(f, mode):
         fixed_point(f, -torch.ones(3, 4), (torch.ones(3, 4),))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_an_argument_changed_in_place_is_detected(mode):
+    def f(z, x):
+        x += 0.5 * z
+        return torch.tanh(x)
+
+    with mode(), pytest.raises(ValueError, match="arguments in place"):
+        fixed_point(f, torch.ones(3, 4), (torch.ones(3, 4),))
+
+
 def test_in_place_on_something_else_is_fine():
     x = torch.ones(3, 4)
     assert fixed_point(lambda z, x: (0.5 * z).add_(x), torch.zeros(3, 4), (x,)).status is Status.CONVERGED
@@ -198,6 +208,25 @@ def test_a_closure_that_broadcasts_is_explained_when_one_sample_is_left():
     rates = torch.tensor([[0.0], [0.9]])
     with pytest.raises(ValueError, match="given 1 samples and returned another number.*pass them in args"):
         fixed_point(lambda z, x: rates * torch.tanh(z) + x, torch.zeros(2, 4), (torch.ones(2, 4),), max_steps=100)
+
+
+def test_an_index_into_samples_that_have_left_is_explained():
+    """The nodes of a graph as samples, and its edges as numbers of nodes."""
+    source, target = torch.arange(8), (torch.arange(8) + 1) % 8
+    x = torch.logspace(-2, 1, 8).unsqueeze(1).expand(8, 3)
+
+    def f(z, x):
+        return torch.tanh(0.7 * torch.zeros_like(z).index_add(0, source, z[target]) + x)
+
+    with pytest.raises(IndexError) as raised:
+        fixed_point(f, torch.zeros_like(x), (x,), max_steps=100)
+    assert "one sample" in raised.value.__notes__[0]
+
+
+def test_a_complex_state_is_refused_with_what_to_do():
+    z0 = torch.zeros(2, 3, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="view_as_real"):
+        fixed_point(lambda z: 0.5 * z, z0)
 
 
 # --- one fixed function ---

@@ -16,7 +16,8 @@ from deqkit.adjoint._graph import (
     Equation,
     Gates,
     Linearised,
-    differentiable_args,
+    TakesParameters,
+    Touched,
     refuse_transforms,
     transposed_product,
     twice_differentiable,
@@ -26,6 +27,7 @@ from deqkit.solve._fixed_point import NOT_FIXED, check_settings, iterate, join
 from deqkit.solve._loop import LoopOptions
 from deqkit.solve._packing import Packing, tensors_in
 from deqkit.solve._solution import raise_if_failed
+from deqkit.solve._solver import Evaluation
 
 # B samples, P groups of positions, N numbers in a group
 
@@ -55,18 +57,18 @@ class BackwardPass:
         self, method: LinearSolve, equation: Equation, solution: Solution | None, on_backward: OnBackward | None
     ) -> None:
         self.method, self.equation, self.solution, self.on_backward = method, equation, solution, on_backward
-        self.in_another = False
+        self.touched = Touched(tensors=[])
 
     def attach(self, z_BPN: Tensor) -> Tensor:
         z_BPN = z_BPN.detach()
         linearised = Linearised(self.equation, z_BPN)
         if self.solution is not None:
             _check_same_function(linearised, self.solution, self.equation)
-        touched, self.in_another = linearised.leaves(differentiable_args(self.equation.args))
-        if not touched:
+        self.touched = linearised.touched(self.equation.inputs)
+        if not self.touched.tensors:
             return z_BPN
         # A copy, so that the caller may change the result in place: the backward pass still needs z*.
-        return _Equilibrium.apply(self, linearised, z_BPN, linearised.value, *touched).clone()  # pyright: ignore
+        return _Equilibrium.apply(self, linearised, z_BPN, linearised.value, *self.touched.routes).clone()  # pyright: ignore
 
     def solve(self, v_BPN: Tensor, linearised: Linearised) -> Tensor:
         """y = J'y + v, without a graph."""
@@ -131,29 +133,23 @@ class BackwardPass:
 
         y is an equilibrium too, of y -> J(z*)'y + v, so this is the same rule once more.
         """
-        if self.in_another:
+        if self.touched.in_another:
             raise RuntimeError(
                 "second derivatives of an equilibrium inside another: the inner f closes over the state of the outer "
                 "one; pass that state to the inner DEQ as an argument"
             )
+        self.touched.refuse_gradients_of_closures("a backward pass with create_graph=True")
         gates = Gates()
-        z_BPN, v_BPN, args = gates.put_before((z_BPN, v_BPN, self.equation.args))
-        equation = self.equation.again(args=args)
-
-        def adjoint_equation(y_BPN: Tensor, z_BPN: Tensor, v_BPN: Tensor, *args: Any) -> Tensor:
-            if not z_BPN.requires_grad:  # cut off, in a solve for some of the samples
-                z_BPN = z_BPN.detach().requires_grad_()
-            with torch.enable_grad(), twice_differentiable():
-                value_BPN = equation.again(args=args)(z_BPN)
-            return transposed_product(value_BPN, z_BPN, y_BPN, create_graph=True) + v_BPN
-
+        known = (z_BPN, v_BPN, self.equation.args, self.equation.parameters)
+        z_BPN, v_BPN, args, parameters = gates.put_before(known)
+        equation = self.equation.again(args=args, parameters=parameters)
         with twice_differentiable():
             value_BPN = equation(z_BPN)
         _require_same_value(value_BPN, linearised.value, self.equation)
         y_BPN = self.solve(v_BPN, linearised)
         outer = BackwardPass(
             dataclasses.replace(self.method, start=None),
-            Equation(adjoint_equation, Packing.of(y_BPN, causal=False), (z_BPN, v_BPN, *args)),
+            Equation(_Adjoint(equation), Packing.of(y_BPN, causal=False), (z_BPN, v_BPN, *args)),
             None,
             self.on_backward,
         )
@@ -176,6 +172,25 @@ class BackwardPass:
         )
 
 
+class _Adjoint(TakesParameters):
+    """The function y -> J(z)'y + v, whose equilibrium y is; differentiable in z, v and all that f takes."""
+
+    def __init__(self, equation: Equation) -> None:
+        self._equation = equation
+        self.parameters = equation.parameters
+
+    def __call__(self, z: Tensor, *args: Any) -> Tensor:
+        y_BPN, (z_BPN, v_BPN, *rest) = z, args
+        if not z_BPN.requires_grad:  # cut off, in a solve for some of the samples
+            z_BPN = z_BPN.detach().requires_grad_()
+        with torch.enable_grad(), twice_differentiable():
+            value_BPN = self._equation.again(args=tuple(rest))(z_BPN)
+        return transposed_product(value_BPN, z_BPN, y_BPN, create_graph=True) + v_BPN
+
+    def again(self, parameters: dict[str, Tensor] | None = None) -> _Adjoint:
+        return _Adjoint(self._equation.again(parameters=parameters))
+
+
 class _Equilibrium(torch.autograd.Function):
     """z*, whose gradient v is turned into y before it enters the graph of f.
 
@@ -186,12 +201,12 @@ class _Equilibrium(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backward: BackwardPass, linearised: Linearised, z_BPN: Tensor, value_BPN: Tensor, *touched: Tensor
+        ctx: Any, backward: BackwardPass, linearised: Linearised, z_BPN: Tensor, value_BPN: Tensor, *routes: Tensor
     ) -> Tensor:
         ctx.backward_pass, ctx.linearised = backward, linearised
         ctx.set_materialize_grads(False)
         output_BPN = z_BPN.view_as(z_BPN)
-        ctx.save_for_backward(output_BPN, *touched)
+        ctx.save_for_backward(output_BPN, *backward.touched.tensors)
         return output_BPN
 
     @staticmethod
@@ -221,7 +236,7 @@ class TransposedProblem:
     def worth_compacting(self, num_left: int, num_now: int) -> bool:
         return 2 * num_left <= num_now  # the rest is evaluated again, which costs about one product
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, index: Tensor, at: Evaluation) -> None:
         self._equation = self._equation.again(index=index)
         self._v_BPN = self._v_BPN.index_select(0, index)
         kept = Linearised(self._equation, self._linearised.source.detach().index_select(0, index))

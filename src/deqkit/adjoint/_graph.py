@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +19,20 @@ from deqkit.solve._packing import Packing, map_tensors, select, tensors_in
 # B samples, P groups of positions, N numbers in a group
 
 
-class WithParameters:
+class TakesParameters(abc.ABC):
+    """A function with inputs beside its arguments: tensors that all samples share."""
+
+    parameters: dict[str, Tensor]
+
+    @abc.abstractmethod
+    def __call__(self, z: Any, *args: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def again(self, parameters: dict[str, Tensor] | None = None) -> TakesParameters:
+        """The function for use after the forward pass, with others in the place of its parameters if some are given."""
+
+
+class WithParameters(TakesParameters):
     """f together with the parameters that its module has now.
 
     The backward pass may evaluate f again when these are no longer in place (`torch.func.functional_call`).
@@ -26,13 +41,19 @@ class WithParameters:
     def __init__(self, f: Callable[..., Any], module: nn.Module) -> None:
         self._f = f
         self._caller = _Caller(f, module)
-        self._tensors = {f"module.{name}": t for name, t in (*module.named_parameters(), *module.named_buffers())}
+        self._in_place = True
+        self.parameters = {f"module.{name}": t for name, t in (*module.named_parameters(), *module.named_buffers())}
 
-    def __call__(self, *args: Any) -> Any:
-        return self._f(*args)
+    def __call__(self, z: Any, *args: Any) -> Any:
+        if self._in_place:
+            return self._f(z, *args)
+        return torch.func.functional_call(self._caller, self.parameters, (z, *args))
 
-    def again(self, *args: Any) -> Any:
-        return torch.func.functional_call(self._caller, self._tensors, args)
+    def again(self, parameters: dict[str, Tensor] | None = None) -> WithParameters:
+        later = copy.copy(self)
+        later._in_place = False
+        later.parameters = self.parameters if parameters is None else parameters
+        return later
 
 
 class _Caller(nn.Module):
@@ -73,10 +94,26 @@ class Equation:
         dtype = self.packing.dtype if self._autocast_dtype is None else self._autocast_dtype
         return min(0.1, 30 * torch.finfo(dtype).eps ** 0.5)
 
-    def again(self, *, index: Tensor | None = None, args: tuple[Any, ...] | None = None) -> Equation:
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return self.f.parameters if isinstance(self.f, TakesParameters) else {}
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What f is known to take and gradients are wanted for: tensors of its arguments, and its parameters."""
+        return differentiable_args((self.args, self.parameters))
+
+    def again(
+        self,
+        *,
+        index: Tensor | None = None,
+        args: tuple[Any, ...] | None = None,
+        parameters: dict[str, Tensor] | None = None,
+    ) -> Equation:
         """The same equation for use after the forward pass; for some samples, cut off from what made its arguments."""
         later = copy.copy(self)
-        later.f = getattr(self.f, "again", self.f)
+        if isinstance(self.f, TakesParameters):
+            later.f = self.f.again(parameters)
         if args is not None:
             later.args = args
         if index is not None:
@@ -161,13 +198,15 @@ class Linearised:
         """J'y, one vector-Jacobian product."""
         return transposed_product(self.value, self.source, y_BPN, create_graph=False)
 
-    def leaves(self, stops: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """The tensors that gradients of this evaluation flow to: `stops` where they are met, else autograd leaves.
-
-        And whether the way to them leads through the argument of another equilibrium that is being differentiated.
-        """
-        found, through_gate = reachable(self.value, stops)
-        return [t for t in found if t is not self._anchor], through_gate
+    def touched(self, inputs: list[Tensor]) -> Touched:
+        """What gradients of this evaluation flow to."""
+        first = self.source.grad_fn
+        assert first is not None
+        found = touched_by(self.value, inputs, made_before=first._sequence_nr())
+        tensors = [t for t in found.tensors if t is not self._anchor]
+        with torch.enable_grad():
+            routes = [t.view_as(t) for t in tensors] if found.closed_over else tensors
+        return dataclasses.replace(found, tensors=tensors, routes=routes)
 
 
 def transposed_product(value_BPN: Tensor, at_BPN: Tensor, y_BPN: Tensor, *, create_graph: bool) -> Tensor:
@@ -198,19 +237,20 @@ def gradients_up_to(
 
         return hook
 
-    hooks = [inputs[place].register_hook(stop_at(place)) for place in instead if inputs[place].grad_fn is not None]
-    try:
-        found = torch.autograd.grad(
-            value,
-            [*inputs, *instead.values()],
-            weight,
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _hooks_asleep(inputs):
+        hooks = [inputs[place].register_hook(stop_at(place)) for place in instead if inputs[place].grad_fn is not None]
+        try:
+            found = torch.autograd.grad(
+                value,
+                [*inputs, *instead.values()],
+                weight,
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
     totals: list[Tensor | None] = [stopped.get(place, grad) for place, grad in enumerate(found[: len(inputs)])]
     for place, grad in zip(instead, found[len(inputs) :], strict=True):
         before = totals[place]
@@ -218,17 +258,69 @@ def gradients_up_to(
     return totals
 
 
-def reachable(value: Tensor, stops: list[Tensor]) -> tuple[list[Tensor], bool]:
-    """Walk the graph of `value` down to leaves, not beyond `stops`; tells whether it passed a gate."""
+@contextmanager
+def _hooks_asleep(tensors: list[Tensor]) -> Iterator[None]:
+    """Hooks that the caller has put on tensors run when their gradients arrive, not in what is computed on the way."""
+    asleep = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
+    for hooks, _ in asleep:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, were in asleep:
+            hooks.update(were)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Touched:
+    """What the gradients of one evaluation of f flow to."""
+
+    tensors: list[Tensor]
+    """Known inputs of f where they are met, else autograd leaves."""
+    in_another: bool = False
+    """Whether the way to them leads through the argument of another equilibrium that is being differentiated."""
+    closed_over: list[Any] = dataclasses.field(default_factory=list)
+    """Nodes of tensors that f closes over: made before it was evaluated, and neither its inputs nor leaves."""
+
+    routes: list[Tensor] = dataclasses.field(default_factory=list)
+    """The inputs of a backward pass that sends gradients straight to `tensors`, past what f closes over: these, or
+    where f does that views of them, which tell whether their gradient is asked for."""
+
+    def refuse_gradients_of_closures(self, name: str) -> None:
+        """To be called in such a backward pass.
+
+        Raises:
+            RuntimeError: the gradient of something that f closes over is asked for, and of nothing it was made from.
+        """
+        asked: Any = torch._C._will_engine_execute_node
+        for node in self.closed_over:
+            behind = _behind(node)
+            made_from = [route for t, route in zip(self.tensors, self.routes, strict=True) if _root(t) in behind]
+            if asked(node) and not any(asked(route.grad_fn) for route in made_from):
+                raise RuntimeError(
+                    f"{name} has no gradient of a tensor that f closes over and that was itself computed "
+                    f"({node.name()}): pass it to f as an argument, batch first, or put it in the place of a parameter "
+                    "of the cell with torch.func.functional_call"
+                )
+
+
+def _root(tensor: Tensor) -> Any:
+    return id(tensor) if tensor.grad_fn is None else tensor.grad_fn
+
+
+def touched_by(value: Tensor, inputs: list[Tensor], *, made_before: int) -> Touched:
+    """Walk the graph of `value` down to leaves, not beyond `inputs`."""
     if value.grad_fn is None:
-        return [], False
-    through_gate = False
-    stop_at = {(t.grad_fn, t.output_nr): t for t in stops if t.grad_fn is not None}
+        return Touched(tensors=[])
+    in_another = False
+    stop_at = {(t.grad_fn, t.output_nr): t for t in inputs if t.grad_fn is not None}
     found: dict[int, Tensor] = {}
+    closed_over: list[Any] = []
     seen = {value.grad_fn}
     todo = [value.grad_fn]
     while todo:
-        for node, output in todo.pop().next_functions:
+        parent = todo.pop()
+        for node, output in parent.next_functions:
             if node is None:
                 continue
             if (stopped := stop_at.get((node, output))) is not None:
@@ -236,13 +328,29 @@ def reachable(value: Tensor, stops: list[Tensor]) -> tuple[list[Tensor], bool]:
             elif hasattr(node, "variable"):
                 found[id(node.variable)] = node.variable  # pyright: ignore[reportAttributeAccessIssue]
             elif node not in seen and not isinstance(node, _Source._backward_cls):  # pyright: ignore
-                through_gate |= isinstance(node, _Gate._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+                in_another |= isinstance(node, _Gate._backward_cls)  # pyright: ignore[reportAttributeAccessIssue]
+                if node._sequence_nr() < made_before <= parent._sequence_nr():
+                    closed_over.append(node)
                 seen.add(node)
                 todo.append(node)
-    return list(found.values()), through_gate
+    return Touched(tensors=list(found.values()), in_another=in_another, closed_over=closed_over)
 
 
-def differentiable_args(args: tuple[Any, ...]) -> list[Tensor]:
+def _behind(node: Any) -> set[Any]:
+    """All nodes that gradients of this one flow to, and the identities of the leaves."""
+    found: set[Any] = set()
+    todo = [node]
+    while todo:
+        for behind, _ in todo.pop().next_functions:
+            if hasattr(behind, "variable"):
+                found.add(id(behind.variable))
+            elif behind is not None and behind not in found:
+                found.add(behind)
+                todo.append(behind)
+    return found
+
+
+def differentiable_args(args: Any) -> list[Tensor]:
     return [t for t in tensors_in(args) if t.requires_grad]
 
 

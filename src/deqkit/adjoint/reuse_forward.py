@@ -10,6 +10,7 @@ from torch import Tensor
 from deqkit.adjoint._backward import BackwardPass, LinearSolve
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
+from deqkit.adjoint.implicit import Implicit
 from deqkit.solve import AbstractSolver, Anderson, Evaluation, Solution, Tolerance
 from deqkit.solve._fixed_point import check_settings
 from deqkit.solve._packing import Borrowed
@@ -45,6 +46,8 @@ class ReuseForward(AttachedAdjoint):
     def _attach(
         self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
     ) -> Tensor:
+        if not z_BPN.numel():  # of nothing, nothing is remembered
+            return Implicit()._attach(equation, z_BPN, solution, on_backward)
         parts = None if solution is None else solution.solver_state
         if not parts or not isinstance(parts[0][1], BroydenMemory):
             raise ValueError(

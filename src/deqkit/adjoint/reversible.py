@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
-from deqkit.adjoint._graph import Equation, Linearised, differentiable_args, gradients_up_to, refuse_transforms
+from deqkit.adjoint._graph import Equation, Linearised, Touched, gradients_up_to, refuse_transforms
 from deqkit.solve import FixedPointIteration, NumericalWarning, Solution, Tolerance, fixed_point
 from deqkit.solve._packing import Packing, map_tensors
 
@@ -67,9 +67,14 @@ class Reversible(AbstractAdjoint):
         solution.num_evals = solution.num_evals + 2 * inner.num_evals
         z_BPN = pair[1].to(z0_BPN.dtype)
         if torch.is_grad_enabled():
-            touched, _ = Linearised(equation, z_BPN).leaves(differentiable_args(args))
-            if touched or z0_BPN.requires_grad:
-                z_BPN = _Reversed.apply(self.damping, equation, pair, num_steps_B, z0_BPN, *touched)
+            linearised = Linearised(equation, z_BPN)
+            touched = linearised.touched(equation.inputs)
+            if touched.tensors or z0_BPN.requires_grad:
+                _warn_if_no_step(num_steps_B)
+                # A way to what f closes over: so the backward pass is run, and refuses, if that gradient is asked for.
+                way = linearised.value if touched.closed_over else None
+                inputs = (way, z0_BPN, *touched.routes)
+                z_BPN = _Reversed.apply(self.damping, equation, pair, num_steps_B, touched, *inputs)
         return packing.unpack(z_BPN), solution  # pyright: ignore[reportArgumentType]
 
     def _iterate(
@@ -109,32 +114,36 @@ class _Reversed(torch.autograd.Function):
         equation: Equation,
         pair: tuple[Tensor, Tensor],
         num_steps_B: Tensor,
+        touched: Touched,
+        way_BPN: Tensor | None,
         z0_BPN: Tensor,
-        *touched: Tensor,
+        *routes: Tensor,
     ) -> Tensor:
-        ctx.b, ctx.equation = b, equation
-        ctx.save_for_backward(*pair, num_steps_B, z0_BPN, *touched)
+        ctx.b, ctx.equation, ctx.touched = b, equation, touched
+        ctx.save_for_backward(*pair, num_steps_B, z0_BPN, *touched.tensors)
         return pair[1].to(z0_BPN.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad_BPN: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_transforms("the backward pass of Reversible", grad_BPN)
+        ctx.touched.refuse_gradients_of_closures("Reversible")
         with torch.no_grad():
             grads = _Reversed._run_backwards(ctx, grad_BPN)
         if torch.is_grad_enabled():
             anchor = torch.empty(0, device=grad_BPN.device, requires_grad=True)
             grads = [None if g is None else _Once.apply(g, anchor) for g in grads]
-        return None, None, None, None, *grads
+        return None, None, None, None, None, None, *grads
 
     @staticmethod
     def _run_backwards(ctx: Any, grad_BPN: Tensor) -> list[Tensor | None]:
         """The gradients of z0 and of all that f touches."""
         y_BPN, z_BPN, num_steps_B, z0_BPN, *touched = ctx.saved_tensors
         b, dtype = ctx.b, grad_BPN.dtype
-        # Arguments as leaves: what they were made from gets its gradient once, from the sum over all steps.
-        fresh = {id(t): t.detach().requires_grad_() for t in differentiable_args(ctx.equation.args)}
-        args = map_tensors(lambda t: fresh.get(id(t), t), ctx.equation.args)
-        equation = ctx.equation.again(args=args)
+        # Inputs as leaves: what they were made from gets its gradient once, from the sum over all steps.
+        fresh = {id(t): t.detach().requires_grad_() for t in ctx.equation.inputs}
+        known = (ctx.equation.args, ctx.equation.parameters)
+        args, parameters = map_tensors(lambda t: fresh.get(id(t), t), known)
+        equation = ctx.equation.again(args=args, parameters=parameters)
         instead = {place: fresh[id(t)] for place, t in enumerate(touched, 1) if id(t) in fresh}
         totals: list[Tensor | None] = [None] * len(touched)
 
@@ -179,6 +188,17 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError("Reversible has no second derivative; use Implicit or Unrolled for it")
+
+
+def _warn_if_no_step(num_steps_B: Tensor) -> None:
+    if num := int((num_steps_B == 0).sum()):
+        warnings.warn(
+            f"{num} of {num_steps_B.numel()} samples took no step: their start was within the tolerance, or no step "
+            "improved it. Reversible differentiates the steps taken, so weights and inputs get no gradient from them. "
+            "Begin elsewhere than at a solution, tighten tol, or use Implicit",
+            NumericalWarning,
+            stacklevel=2,
+        )
 
 
 def _warn_if_lost(y_BPN: Tensor, z_BPN: Tensor, z0_BPN: Tensor, b: float, weights: list[float]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
 from deqkit.solve._packing import Packing, check_batch_first, select, tensors_in
 from deqkit.solve._solution import Solution, Status, raise_if_failed
-from deqkit.solve._solver import AbstractSolver, check_count
+from deqkit.solve._solver import AbstractSolver, Evaluation, check_count
 from deqkit.solve._tolerance import Tolerance
 from deqkit.solve.broyden import Broyden
 from deqkit.solve.fallback import Fallback
@@ -98,6 +98,7 @@ class FunctionProblem:
         self._f, self._packing, self._args = f, packing, args
         self._num_checks = 3  # dropout of zeros is zero: an f that draws random numbers is looked at again
         self._was_cut = False  # since the last evaluation
+        self._is_whole = True
         self.can_compact = bool(tensors_in(args))
 
     def evaluate(self, z_BPN: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class FunctionProblem:
         """The first time without samples that have left: an f that closes over its batch is found out here."""
         try:
             output = self._f(self._packing.unpack(z_BPN), *self._args)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             error.add_note(f"This was the first evaluation of f after samples had left the batch. {CLOSES_OVER}")
             raise
         num_samples = z_BPN.shape[0]
@@ -122,15 +123,14 @@ class FunctionProblem:
         return self._packing.pack(output)
 
     def _evaluate_and_check(self, z_BPN: Tensor) -> Tensor:
-        """Check what f returns, and whether it draws random numbers that change its value."""
+        """Check what f returns, what it leaves of its arguments, and whether it draws random numbers that matter."""
         state = self._packing.unpack(z_BPN)
-        before, seen = _random_state(self._packing.device), _Version(z_BPN)
+        before = _random_state(self._packing.device)
+        seen = [_Version(t) for t in (z_BPN, *tensors_in(self._args))]
         output = self._f(state, *self._args)
-        if seen.has_changed():
+        if any(version.has_changed() for version in seen):
             raise ValueError(IN_PLACE)
-        device = self._packing.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        self._packing.check_output(output, z_BPN.shape[0], autocast=autocast)
+        self._packing.check_output(output, z_BPN.shape[0], autocast=self._autocast_dtype() is not None)
         fz_BPN = self._packing.pack(output)
         if torch.equal(before, _random_state(self._packing.device)):
             self._num_checks = 0
@@ -144,24 +144,50 @@ class FunctionProblem:
         # Dropping samples copies the solver's memory of the others, so large batches wait for an eighth to be done.
         return num_now - num_left >= max(1, num_now // 8)
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, index: Tensor, at: Evaluation) -> None:
         self._args = select(self._args, index)
         self._was_cut = True
+        if self._is_whole:
+            self._is_whole = False
+            self._check_independence(select((at.z_BPN, at.fz_BPN), index[:2]))
+
+    def _check_independence(self, was: tuple[Tensor, Tensor]) -> None:
+        """f must give two of the samples alone what it gave them beside all others, or none may leave."""
+        z_BPN, fz_BPN = was
+        args, self._args = self._args, select(self._args, torch.arange(z_BPN.shape[0], device=z_BPN.device))
+        off_B = torch.linalg.vector_norm(self._evaluate_after_cut(z_BPN) - fz_BPN, dim=(1, 2))
+        self._args = args
+        rounding = torch.finfo(self._autocast_dtype() or self._packing.dtype).eps ** 0.5
+        if bool((off_B > rounding * torch.linalg.vector_norm(fz_BPN, dim=(1, 2))).any()):  # not where it is nan
+            raise ValueError(DEPENDENT)
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        device = self._packing.device.type
+        on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if on else None
 
 
+ONE_SAMPLE = (
+    "make what belongs together one sample: fixed_point(lambda z, x: f(z[0], x[0])[None], z0[None], (x[None],))"
+)
 NOT_FIXED = (
     "f is not one fixed function: at the same point it gave two results. A dropout layer in training mode does this: "
     "draw its mask once per solve, outside f (pass it in args), or call eval() on the layer. So does an f in which "
-    "samples depend on each other, such as batch norm in training mode, when some of them have left the batch: call "
-    "eval() on the layer, or use compact=False"
+    "samples depend on each other, such as batch norm in training mode, when some of them are solved and the others go "
+    f"on: call eval() on the layer, or {ONE_SAMPLE}"
+)
+DEPENDENT = (
+    "f gives samples another result alone than beside the others: they depend on each other, as through batch norm in "
+    "training mode (call eval() on it), attention over the wrong axis (batch_first=True), or the edges of a graph. "
+    f"Then {ONE_SAMPLE}"
 )
 IN_PLACE = (
-    "f changes its state in place, which the solver still needs. Let it make a new tensor: no z.add_(...), and no "
-    "nn.ReLU(inplace=True) as the first thing that z meets"
+    "f changes its state or its arguments in place, which are still needed. Let it make a new tensor: no z.add_(...), "
+    "no h += ..., and no nn.ReLU(inplace=True) as the first thing that z meets"
 )
 CLOSES_OVER = (
     "If f closes over tensors with an entry for each sample, pass them in args, which are cut as the batch is, or use "
-    "compact=False"
+    f"compact=False; if samples depend on each other, as the nodes of a graph do, {ONE_SAMPLE}"
 )
 
 

@@ -34,8 +34,8 @@ class Problem(Protocol):
         """Whether going on with fewer samples saves more than it costs."""
         ...
 
-    def keep(self, index: Tensor) -> None:
-        """Drop all samples but these."""
+    def keep(self, index: Tensor, at: Evaluation) -> None:
+        """Drop all samples but these; the evaluation is of all of them."""
         ...
 
 
@@ -83,6 +83,7 @@ class Loop:
         self._least_budget = options.max_steps if unfinished is None else 0
         self._now = Batch.new(z_BPN, max_steps=options.max_steps)
         self._active_BP: Tensor | None = None  # None while all are
+        self._may_open_again = unfinished is None  # what an earlier solver has solved is not ours
         if unfinished is not None:
             self._now.budget_B = unfinished.budget_B
             self._now.codes_BP.masked_fill_(~unfinished.open_B.unsqueeze(1), CONVERGED)
@@ -111,9 +112,10 @@ class Loop:
             may_have_ended = self._judge(found, checking=checking)
             # A causal solve returns every position's own best point: the last evaluation is kept to measure that.
             if num_evals >= options.max_steps - int(self._causal):
+                self._open_again(found)
                 return
             if may_have_ended:
-                if checking and not self._go_on_with_unsolved():
+                if checking and not self._go_on_with_unsolved(found.at) and not self._open_again(found):
                     return
                 self._note_active()
             self._step(found.at)
@@ -171,7 +173,21 @@ class Loop:
         index = torch.nonzero(done_B).flatten()
         self._states.append((self._now.sample_B.index_select(0, index), select(self._now.solver_state, index)))
 
-    def _go_on_with_unsolved(self) -> bool:
+    def _open_again(self, found: Residuals) -> bool:
+        """Go on with samples that were solved while the rest still moved, and no longer are: they depend on the rest.
+
+        They have stayed where they were, so the last evaluation, of the state as it is returned, tells their residual.
+        """
+        if self._causal or not self._may_open_again:
+            return False
+        now = self._now
+        again_BP = (now.codes_BP == CONVERGED) & (found.norm_BP > 2 * found.bound_BP + 10 * found.at.rounding_BP)
+        if not bool(again_BP.any()):
+            return False
+        now.open_again(again_BP, found)
+        return True
+
+    def _go_on_with_unsolved(self, at: Evaluation) -> bool:
         """Drop samples that are done if that pays; False when none is left."""
         now = self._now
         done_B = (now.codes_BP != ACTIVE).all(1)
@@ -185,10 +201,10 @@ class Loop:
             return True
         if not self._problem.worth_compacting(size - num_done, size):
             return True
-        self._left.append(now.account().part(torch.nonzero(done_B).flatten()))
         index = rows_left(done_B, size - num_done)
+        self._problem.keep(index, at)
+        self._left.append(now.account().part(torch.nonzero(done_B).flatten()))
         self._now = now.part(index)
-        self._problem.keep(index)
         self._kept_B = index
         return True
 

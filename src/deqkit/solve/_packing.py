@@ -33,7 +33,8 @@ class Packing:
         first = tensors[0]
         for t in tensors:
             if not t.is_floating_point():
-                raise ValueError(f"the state must be floating point, got {t.dtype}; start from z0.float()")
+                instead = "solve for torch.view_as_real(z)" if t.is_complex() else "start from z0.float()"
+                raise ValueError(f"the state must be real and floating point, got {t.dtype}; {instead}")
             if t.ndim < 1 or t.shape[0] != first.shape[0] or t.dtype != first.dtype or t.device != first.device:
                 raise ValueError(
                     "all tensors of a state need the same batch size (axis 0), dtype and device, got "
