@@ -9,7 +9,6 @@ from typing import Any
 from deqkit.data import Corpus, DataError
 from deqkit.layers import TransformerConfig
 from deqkit.train.load import LoadedRun
-from deqkit.train.tasks import TextTask
 
 OnText = Callable[[int, str], None]
 """Called with the number of a prompt and the next piece of its text."""
@@ -53,7 +52,7 @@ def generate_text(
     Raises:
         ValueError: the run is not of a text, or a prompt or an option cannot be used; tells the remedy.
     """
-    corpus = text_task(run).corpus
+    corpus = run.corpus()
     ids = [_encode(corpus, prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
     streams = [_Stream(corpus, prompt_ids) for prompt_ids in ids]
 
@@ -95,21 +94,6 @@ def trained_context(run: LoadedRun) -> int | None:
     """How far back training let a position look at most, itself included; None for a cell without attention."""
     model = run.config.model
     return run.config.data.length + model.mem_len if isinstance(model.cell, TransformerConfig) else None
-
-
-def text_task(run: LoadedRun) -> TextTask:
-    """The text that a run was trained on, with its vocabulary.
-
-    Raises:
-        ValueError: it was trained on something else than text.
-    """
-    task = run.task()
-    if not isinstance(task, TextTask):
-        raise ValueError(
-            f"{run.folder.path} was trained on {run.config.data.source}, which is no text: call model.generate with "
-            "token ids, or name a run that was trained on text"
-        )
-    return task
 
 
 def _trained_depth(run: LoadedRun) -> int | None:

@@ -34,6 +34,26 @@ UTF16 = "some text".encode("utf-16")
 
 @pytest.mark.parametrize("tokens", ["bpe", "bytes"])
 @pytest.mark.parametrize(
+    "text",
+    ["word " * 20_000 + "\n", ("wörd " * 2_000 + "\n") * 10, "ö" * 5_000],
+    ids=["one line", "ten long lines", "no space"],
+)
+def test_lines_so_long_that_two_limits_fall_into_one(tmp_path, tokens, text):
+    (tmp_path / "raw.txt").write_text(text, encoding="utf-8")
+    corpus = prepare(PrepareConfig(dataset="text", source=tmp_path / "raw.txt", out=tmp_path / "out", tokens=tokens))
+    splits = [corpus.split(name) for name in ("train", "valid", "test")]
+    assert all(len(ids) for ids in splits)
+    assert "".join(corpus.decode(ids) for ids in splits) == text
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
+    (tmp_path / "raw.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
+    corpus = prepare(PrepareConfig(dataset="text", source=tmp_path / "raw.txt", out=tmp_path / "out", tokens="bpe"))
+    assert corpus.decode(corpus.split("train")[:50]).startswith(TEXT[:20])
+
+
+@pytest.mark.parametrize("tokens", ["bpe", "bytes"])
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", r"raw\.txt is empty"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deqkit.cli import main
-from deqkit.generate import generate_text, text_task, trained_context
+from deqkit.generate import generate_text, trained_context
 from deqkit.train.load import load_run
 
 
@@ -62,7 +62,7 @@ def test_characters_are_shown_when_they_are_whole(run_of_bytes, monkeypatch):
 
 def test_words_have_spaces_between_them(run_of_words, monkeypatch):
     run = load_run(run_of_words)
-    ids = {word: text_task(run).corpus.encode(word)[0] for word in ("the", "cell", "of", "\n")}
+    ids = {word: run.corpus().encode(word)[0] for word in ("the", "cell", "of", "\n")}
     scripted(monkeypatch, run, [ids["of"], ids["\n"], ids["the"], ids["cell"]])
     pieces: list[str] = []
     written = generate_text(run, ["the  cell"], max_tokens=4, on_text=lambda _, piece: pieces.append(piece))
@@ -72,7 +72,7 @@ def test_words_have_spaces_between_them(run_of_words, monkeypatch):
 
 def test_a_text_ends_at_its_stop(run_of_words, monkeypatch):
     run = load_run(run_of_words)
-    ids = {word: text_task(run).corpus.encode(word)[0] for word in ("the", "\n")}
+    ids = {word: run.corpus().encode(word)[0] for word in ("the", "\n")}
     scripted(monkeypatch, run, [ids["the"], ids["\n"], ids["the"]])
     assert generate_text(run, ["cell"], max_tokens=9, stop="\n")[0].text == " the\n"
     with pytest.raises(ValueError, match="stop must be one token of the vocabulary, but 'the cell' is 2"):

@@ -40,15 +40,33 @@ def refused(corpus, path, *words, error: type[ValueError] = CheckpointError, con
     return message
 
 
+def forget_hashes(checkpoint):
+    """As a version that wrote none would have left it: what is wrong must still be noticed, or told more exactly."""
+    (checkpoint / "sha256.json").unlink()
+
+
 def change_tensors(path, change):
+    forget_hashes(path.parent)
     tensors = read_tensors(path)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     safetensors.torch.save_file(change(tensors), path)
 
 
 def change_json(path, change):
+    if (path.parent / "sha256.json").exists():
+        forget_hashes(path.parent)
     record = json.loads(path.read_text())
     path.write_text(json.dumps(change(record)))
+
+
+@pytest.mark.parametrize("name", [*(f"{name}.safetensors" for name in FILES), "state.json", "rank-0.json"])
+def test_a_file_of_the_right_size_with_other_content(corpus, begun, name):
+    """A disk that gives back other bits: nothing but a hash can tell."""
+    path = latest(begun) / name
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
+    refused(corpus, begun, path, "was changed since it was written", "remove")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -177,7 +195,7 @@ def test_a_folder_that_is_in_use(corpus, begun, tmp_path):
     with pytest.raises(RunError, match=f"{begun} exists already: pass --resume {begun}"):
         run(tiny(corpus), begun)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="exists already"):
+    with pytest.raises(RunError, match="is a file"):
         run(tiny(corpus), tmp_path / "file")
 
 

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import importlib.metadata
 import io
 import logging
 import os
@@ -119,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return OK if words else MISUSED
+    if words == ["--version"]:
+        print(f"deqkit {importlib.metadata.version('deqkit')}")
+        return OK
     debug = "--debug" in words  # known before the options are: a mistake in them may be what is looked for
     try:
         with _logging_to_stderr():
@@ -205,6 +209,7 @@ def _overview() -> str:
             *lines,
             "",
             "deqkit COMMAND --help lists a command's options; --debug shows the traceback of an error.",
+            "deqkit --version tells the version.",
         ]
     )
 

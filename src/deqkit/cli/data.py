@@ -48,6 +48,8 @@ class DataPrepare(Command):
     """text: what a token is [default: bpe]."""
     vocab_size: int | None = None
     """text: size of the BPE vocabulary [default: 8192]."""
+    vocabulary: Path | None = None
+    """text: a corpus or a run whose BPE vocabulary to use, instead of learning one."""
     valid_share: float | None = None
     """text: part of the bytes, after train and before test, that is for validation [default: 0.05]."""
     test_share: float | None = None

@@ -55,6 +55,10 @@ class Eval(Command):
     json: bool = False
     """Print the figures to stdout as JSON."""
 
+    def __post_init__(self) -> None:
+        if self.max_batches is not None and self.max_batches < 1:
+            raise ValueError(f"max_batches must be at least 1, got {self.max_batches}")
+
     def run(self) -> int:
         which = int(self.checkpoint) if self.checkpoint.isdigit() else self.checkpoint
         loaded = load_run(self.run_folder, which)
@@ -66,10 +70,15 @@ class Eval(Command):
         progress = self._progress(loaded, task, settings)
         figures = with_progress(lambda show: self._evaluate(loaded, task, settings, progress, show))
         result = {
-            **results_header(benchmark="eval", seed=loaded.config.seed, config={"run": loaded.config.recipe}),
+            **results_header(
+                benchmark="eval",
+                seed=loaded.config.seed,
+                config={"run": loaded.config.recipe},
+            ),
             "step": loaded.step,
             "split": self.split,
             "data": self.data or loaded.config.data.source,
+            "data_sha256": task.data_hash,
             "settings": {name: repr(value) for name, value in settings.items() if value is not None},
             "figures": figures,
             "seconds": progress.seconds,
@@ -86,8 +95,14 @@ class Eval(Command):
         return 0
 
     def _name(self) -> str:
-        """Figures on other data have a file of their own, or they would pass for the run's."""
-        return f"evaluation-{self.split}" if self.data is None else f"other-data-{Path(self.data).name}-{self.split}"
+        """Figures on other data, of a part, of another checkpoint or with another solve have a file of their own, or
+        they would pass for the run's, and take the place of those."""
+        name = f"evaluation-{self.split}" if self.data is None else f"other-data-{Path(self.data).name}-{self.split}"
+        options = {"checkpoint": self.checkpoint, "tol": self.tol, "max-steps": self.max_steps}
+        options |= {"solver": self.solver and type(self.solver).__name__, "max-batches": self.max_batches}
+        usual = {"checkpoint": "best"}
+        others = [f"{key}-{value}" for key, value in options.items() if value != usual.get(key)]
+        return "-".join(["other", name, *others]) if others else name
 
     def _settings(self) -> dict[str, Any]:
         tol = None if self.tol is None else Tolerance(rtol=self.tol)

@@ -20,7 +20,7 @@ from deqkit.analysis.generation_bench import GenerationBenchConfig, run_generati
 from deqkit.analysis.results import write_results
 from deqkit.cli._command import Command
 from deqkit.cli._terminal import STYLE, TABLE_WIDTH, with_progress
-from deqkit.generate import WrittenText, generate_text, text_task, trained_context
+from deqkit.generate import WrittenText, generate_text, trained_context
 from deqkit.model import SequenceModel
 from deqkit.solve import Tolerance
 from deqkit.train.evaluate import evaluate
@@ -115,7 +115,7 @@ class BenchGenerate(Command):
     def run(self) -> int:
         run = None if self.run_folder is None else _load(self.run_folder, "best")
         stack = None if self.against is None else _load(self.against, "best")
-        task = None if run is None else text_task(run)
+        task = None if run is None else run.text_task()
         text = None if task is None else torch.from_numpy(task.corpus.split("valid").astype("int64"))
         model = self._untrained() if run is None else run.model
         stack_model = None if stack is None else stack.model
@@ -148,7 +148,7 @@ class BenchGenerate(Command):
             return SequenceModel(RECIPES[self.recipe]().model).eval()
 
     def _perplexity(self, run: LoadedRun, task: TextTask | None = None, depth: int | None = None) -> float:
-        task = text_task(run) if task is None else task
+        task = run.text_task() if task is None else task
         return evaluate(run.model, task, "valid", max_batches=self.batches, depth=depth)["perplexity"]
 
 

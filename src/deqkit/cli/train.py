@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -73,22 +74,21 @@ class Train(Command):
         """A text file is prepared first, in this folder, unless it was before."""
         source = Path(self.config.data.source)
         if not self.config.data.source or not source.is_file():
-            return self.config
+            # The run may be used from elsewhere.
+            where = str(source.resolve()) if source.is_dir() else self.config.data.source
+            return replace(self.config, data=replace(self.config.data, source=where))
         if not (out.exists() and open_corpus(out).is_made_from(source)):
             print(f"deqkit: preparing {source} in {out}", file=sys.stderr)
             prepare(PrepareConfig(dataset="text", out=out, source=source, overwrite=True))
-        return replace(self.config, data=replace(self.config.data, source=str(out), fit_vocabulary=True))
+        return replace(self.config, data=replace(self.config.data, source=str(out.resolve()), fit_vocabulary=True))
 
     def _train(self, config: TrainConfig, folder: RunFolder, *, resume: bool) -> int:
         with _Live(config) as live:
             result = train(config, folder, resume=resume, on_record=live.show)
         if torch.distributed.is_initialized() and torch.distributed.get_rank():
             return 0
-        if self.json:
-            print(json.dumps({"run": str(folder.path), **result}))
-            return 0
-        print(_ending(folder, config, result))
-        return 0
+        print(json.dumps({"run": str(folder.path), **result}) if self.json else _ending(folder, config, result))
+        return 0 if result["signal"] is None else 128 + result["signal"]  # as shells have it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +172,13 @@ def _solves(record: dict[str, Any]) -> str:
 
 
 def _ending(folder: RunFolder, config: TrainConfig, result: dict[str, Any]) -> str:
-    path = folder.path
+    path = shlex.quote(str(folder.path))
     if not result["finished"]:
         return f"Stopped after step {result['step']} of {config.steps}. Go on with: deqkit train --resume {path}"
     figures = ", ".join(f"{k} {result[k]:.4g}" for k in ("loss", "perplexity", "bits_per_byte") if k in result)
-    return f"Validation {figures}.\nThe run is in {path}. Next: deqkit eval {path} --split test; deqkit report {path}"
+    layers = f", of {result['shallow']} layers: its equilibrium was never trained" if "shallow" in result else ""
+    ending = f"The run is in {path}. Next: deqkit eval {path} --split test; deqkit report {path}"
+    return f"Validation {figures}{layers}.\n{ending}"
 
 
 class _Live:
@@ -214,6 +216,7 @@ def _line(record: dict[str, Any]) -> str:
     figures = ", ".join(f"{k} {record[k]:.4g}" for k in ("loss", "perplexity") if k in record)
     if record["kind"] == "valid":
         solves = f", {record['evals']:.1f} evaluations a solve" if "evals" in record else ""
+        solves += f", of {record['shallow']} layers" if "shallow" in record else ""
         return f"step {record['step']}: validation {figures}{solves}"
     solver = ""
     if "evals" in record:

@@ -89,6 +89,7 @@ def build_text(
     into: Path,
     *,
     tokens: str,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
     valid_share: float,
     test_share: float,
@@ -100,7 +101,7 @@ def build_text(
     if tokens == "bytes":
         built = _build_bytes(spans, points, into, on_progress=on_progress, check_text=True)
     else:
-        built = _build_bpe(spans, points, into, vocab_size=vocab_size, on_progress=on_progress)
+        built = _build_bpe(spans, points, into, tokenizer=tokenizer, vocab_size=vocab_size, on_progress=on_progress)
     built.options |= {"valid_share": valid_share, "test_share": test_share}
     return built
 
@@ -135,19 +136,27 @@ def _build_bytes(
 
 
 def _build_bpe(
-    spans: Sequence[Span], points: Sequence[int], into: Path, *, vocab_size: int, on_progress: OnProgress
+    spans: Sequence[Span],
+    points: Sequence[int],
+    into: Path,
+    *,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    on_progress: OnProgress,
 ) -> Built:
-    sample = between(spans, 0, min(points[1], next_line(spans, VOCABULARY_SAMPLE)))
-    meter = Meter(on_progress, description="learning the vocabulary", num_total=_size(sample))
-    tokenizer = learn_bpe(cut_at_pretokens(read_text(sample, meter)), vocab_size=vocab_size)
-    built = Built(level="bpe", tokenizer=tokenizer)
+    options: dict[str, Any] = {"tokens": "bpe", "vocabulary": "given"}
+    if tokenizer is None:
+        sample = between(spans, 0, min(points[1], next_line(spans, VOCABULARY_SAMPLE)))
+        meter = Meter(on_progress, description="learning the vocabulary", num_total=_size(sample))
+        tokenizer = learn_bpe(cut_at_pretokens(read_text(sample, meter)), vocab_size=vocab_size)
+        options = {"tokens": "bpe", "vocab_size": vocab_size, "vocabulary_sample": VOCABULARY_SAMPLE}
+    built = Built(level="bpe", tokenizer=tokenizer, options=options)
     dtype = ids_dtype(tokenizer.get_vocab_size())
     for split, part in _parts(spans, points):
         meter = Meter(on_progress, description=f"encoding {split}", num_total=_size(part))
         arrays = encode_bpe(tokenizer, cut_at_pretokens(read_text(part, meter)), dtype=dtype)
         built.splits[split] = _record(_write(into, split, arrays, dtype=dtype), num_text_bytes=_size(part))
     built.sources = [source_record(span.path) for span in spans]
-    built.options = {"tokens": "bpe", "vocab_size": vocab_size, "vocabulary_sample": VOCABULARY_SAMPLE}
     return built
 
 

@@ -43,6 +43,8 @@ class PrepareConfig:
     """What a token of "text" is; BPE if left out."""
     vocab_size: int | None = None
     """Size of a BPE vocabulary; 8192 if left out."""
+    vocabulary: Path | None = None
+    """A corpus or a run whose vocabulary "text" is to be encoded with, instead of one of its own."""
     valid_share: float | None = None
     """Part of "text", after train and before test, that is for validation; 0.05 if left out."""
     test_share: float | None = None
@@ -59,7 +61,7 @@ class PrepareConfig:
         self._check_values()
 
     def _check_which_options_apply(self) -> None:
-        of_text = ("tokens", "vocab_size", "valid_share", "test_share")
+        of_text = ("tokens", "vocab_size", "vocabulary", "valid_share", "test_share")
         given = [name for name in of_text if getattr(self, name) is not None]
         if given and self.dataset != "text":
             raise ValueError(f"{_options(given)} is for text only, not for {self.dataset}")
@@ -67,6 +69,8 @@ class PrepareConfig:
             raise ValueError(f"--word-counts is for wikitext only, not for {self.dataset}")
         if self.vocab_size is not None and self.tokens == "bytes":
             raise ValueError("--vocab-size is for BPE; bytes have a vocabulary of 256")
+        if self.vocabulary is not None and (self.tokens is not None or self.vocab_size is not None):
+            raise ValueError("--vocabulary says what a token is: leave out --tokens and --vocab-size")
 
     def _check_values(self) -> None:
         shares = [DEFAULT_SHARE if share is None else share for share in (self.valid_share, self.test_share)]
@@ -116,10 +120,12 @@ def _build(config: PrepareConfig, dataset: Dataset, source: Path, into: Path, on
         path = source / "enwik8" if source.is_dir() else source
         return build_enwik8(path, into, on_progress=on_progress)
     if config.dataset == "text":
+        tokenizer = None if config.vocabulary is None else _given_vocabulary(config.vocabulary)
         return build_text(
             find_text_files(source, apart_from=config.out),
             into,
             tokens=config.tokens or "bpe",
+            tokenizer=tokenizer,
             vocab_size=config.vocab_size or DEFAULT_VOCAB_SIZE,
             valid_share=config.valid_share or DEFAULT_SHARE,
             test_share=config.test_share or DEFAULT_SHARE,
@@ -127,6 +133,16 @@ def _build(config: PrepareConfig, dataset: Dataset, source: Path, into: Path, on
         )
     files = find_split_files(source)
     return build_words(dataset, files, into, word_counts=config.word_counts, on_progress=on_progress)
+
+
+def _given_vocabulary(folder: Path) -> tokenizers.Tokenizer:
+    """That of a corpus, or of a run, which has a corpus without text in it."""
+    inside = folder / "vocabulary"
+    corpus = open_corpus(inside if inside.is_dir() else folder)
+    if corpus.manifest.level != "bpe":
+        instead = "--tokens bytes" if corpus.manifest.level == "bytes" else f"its own name, {corpus.manifest.dataset}"
+        raise DataError(f"the tokens of {folder} are {corpus.manifest.level}, not BPE: prepare with {instead}")
+    return corpus.vocabulary
 
 
 def _finish(config: PrepareConfig, dataset: Dataset, built: Built, into: Path) -> None:

@@ -87,7 +87,8 @@ def read_text(spans: Sequence[Span], meter: Meter, *, universal_newlines: bool =
         DataError: Not UTF-8, or binary; names the file and the byte.
     """
     for span in spans:
-        utf8 = codecs.getincrementaldecoder("utf-8")()
+        # A mark of the byte order at the start of a file is no part of its text.
+        utf8 = codecs.getincrementaldecoder("utf-8" if span.start else "utf-8-sig")()
         decoder = io.IncrementalNewlineDecoder(utf8, translate=True) if universal_newlines else utf8
         position = span.start
         for block in read_blocks([span], meter):

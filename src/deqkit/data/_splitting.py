@@ -22,6 +22,8 @@ def split_points(spans: Sequence[Span], *, valid_share: float, test_share: float
     total = sum(span.stop - span.start for span in spans)
     limits = [total * (1 - valid_share - test_share), total * (1 - test_share)]
     points = [0, *(next_line(spans, round(limit)) for limit in limits), total]
+    if sorted(set(points)) != points:  # lines so long that two limits fall into one
+        points = [0, *(_next_character(spans, round(limit)) for limit in limits), total]
     if sorted(set(points)) != points:
         raise DataError(f"{total:,} bytes of text are too short to split into train, valid and test; give more text")
     return points
@@ -34,10 +36,14 @@ def next_line(spans: Sequence[Span], position: int) -> int:
         return min(max(position, 0), total)
     window = b"".join(_read(span) for span in between(spans, position - 1, min(position + _WINDOW, total)))
     found = window.find(b"\n")
-    if found >= 0:
-        return position + found
+    return position + found if found >= 0 else _next_character(spans, position)
+
+
+def _next_character(spans: Sequence[Span], position: int) -> int:
+    total = sum(span.stop - span.start for span in spans)
+    window = b"".join(_read(span) for span in between(spans, position, min(position + 4, total)))
     # A byte 10xxxxxx continues a character.
-    return position + next(i for i, byte in enumerate([*window[1:], 0]) if byte & 0xC0 != 0x80)
+    return position + next(i for i, byte in enumerate([*window, 0]) if byte & 0xC0 != 0x80)
 
 
 def between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -12,8 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from deqkit.data._error import DataError, VocabularyMismatchError
-from deqkit.data._files import sha256_of
-from deqkit.data._manifest import FileRecord, Manifest, data_hash, read_manifest
+from deqkit.data._files import MANIFEST_NAME, sha256_of, staged_folder
+from deqkit.data._manifest import TOKENIZER_NAME, FileRecord, Manifest, data_hash, read_manifest
 from deqkit.data._reading import Meter, OnProgress, no_progress, read_blocks, whole
 from deqkit.data._words import WordEncoder, join_words
 
@@ -63,7 +64,8 @@ class Corpus:
     def split(self, name: str) -> np.ndarray:
         """The ids of "train", "valid" or "test": one dimension, read-only, memory-mapped when from a folder."""
         if name not in self._splits:
-            raise DataError(f"there is no split {name!r}; there are {', '.join(self._splits)}")
+            there = f"there are {', '.join(self._splits)}" if self._splits else "it is a vocabulary without text"
+            raise DataError(f"there is no split {name!r}; {there}")
         return self._splits[name]
 
     def encode(self, text: str) -> list[int]:
@@ -94,6 +96,19 @@ class Corpus:
         if self.manifest.level == "bpe":
             return self.vocabulary.decode(plain, skip_special_tokens=False)
         return join_words(self._words[index] for index in plain)
+
+    def save_vocabulary(self, folder: Path) -> None:
+        """Write a corpus without text: all that it takes to encode and decode. The folder is complete or not there.
+
+        Raises:
+            DataError: The folder has files in it.
+        """
+        with staged_folder(folder, overwrite=False) as staging:
+            path = staging / TOKENIZER_NAME
+            path.write_text(self.vocabulary.to_str(), encoding="utf-8")
+            record = FileRecord(name=TOKENIZER_NAME, num_bytes=path.stat().st_size, sha256=sha256_of(path))
+            manifest = dataclasses.replace(self.manifest, vocabulary=record, splits={}, sources=(), notes=())
+            (staging / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
     def verify(self, on_progress: OnProgress = no_progress) -> None:
         """Compare the hash of every file with the manifest; opening compares sizes only.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from deqkit.model.weights import WeightsError, read_tensors
 
 _NAME = re.compile(r"step-(\d{8})")
 _PARTIAL = ".partial-"
+_HASHES = "sha256.json"
 
 
 class CheckpointError(ValueError):
@@ -52,6 +54,7 @@ class CheckpointWriter:
         _sync(path)
 
     def commit(self) -> Path:
+        self.add_json(_HASHES, {path.name: _sha256(path) for path in sorted(self.partial.iterdir())})
         if self.final.exists():  # the same step of the same run, written before an interruption
             _remove(self.final)
         _sync(self.partial)
@@ -91,6 +94,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     path = checkpoint / name
     try:
+        _require_unchanged(checkpoint, name)
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); remove {checkpoint} to use the one before") from error
@@ -101,9 +105,25 @@ def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
 
 def read_checkpoint_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     try:
-        return read_tensors(checkpoint / name)
+        tensors = read_tensors(checkpoint / name)
     except WeightsError as error:
         raise CheckpointError(f"{error}; remove {checkpoint} to use the one before") from error
+    _require_unchanged(checkpoint, name)
+    return tensors
+
+
+def _require_unchanged(checkpoint: Path, name: str) -> None:
+    """Compare a file with the hash it was written with; checkpoints of earlier versions have none."""
+    hashes = {} if name == _HASHES or not (checkpoint / _HASHES).exists() else read_json(checkpoint, _HASHES)
+    if name in hashes and (checkpoint / name).exists() and _sha256(checkpoint / name) != hashes[name]:
+        raise CheckpointError(
+            f"{checkpoint / name} was changed since it was written; remove {checkpoint} to use the one before"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prune(folder: Path, *, keep: int, best_step: int | None) -> None:

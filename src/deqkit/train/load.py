@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from deqkit.data import VocabularyMismatchError
+from deqkit.data import Corpus, DataError, VocabularyMismatchError, check_vocabulary, open_corpus
 from deqkit.model import SequenceModel
 from deqkit.model.weights import WeightsError, load_weights
 from deqkit.train.checkpoint import CheckpointError, find_checkpoint, read_checkpoint_tensors, read_state
 from deqkit.train.config import TrainConfig
 from deqkit.train.run_folder import RunFolder
-from deqkit.train.tasks import AbstractTask, make_task
+from deqkit.train.tasks import AbstractTask, TextTask, open_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,53 @@ class LoadedRun:
         """The data of the run, or other data with the same vocabulary.
 
         Raises:
-            ValueError: the vocabulary is another.
+            ValueError: it is not there, or the vocabulary is another.
         """
         config = self.config if source is None else replace(self.config, data=replace(self.config.data, source=source))
-        task = make_task(config)
+        where = config.data.source
+        try:
+            task = open_task(config)
+        except DataError as error:
+            if source is not None or Path(where).exists():
+                raise
+            raise DataError(
+                f"{where}, the data of {self.folder.path}, is not there any more: pass its place now with --data"
+            ) from error
         if self.vocabulary is not None and task.fingerprint != self.vocabulary:
+            run = shlex.quote(str(self.folder.path))
             raise VocabularyMismatchError(
-                f"the model of {self.folder.path} was trained with another vocabulary than that of "
-                f"{config.data.source}: prepare the text with the run's tokenizer, or pass the right folder"
+                f"the model of {self.folder.path} was trained with another vocabulary than that of {where}: prepare "
+                f"the text with the run's, deqkit data prepare text --vocabulary {run} --from TEXT --out DIR, or pass "
+                "the right folder"
             )
         return task
+
+    def text_task(self) -> TextTask:
+        """The text that the run was trained on.
+
+        Raises:
+            ValueError: it was trained on something else.
+        """
+        task = self.task()
+        if not isinstance(task, TextTask):
+            raise ValueError(
+                f"{self.folder.path} was trained on {self.config.data.source}, which is no text: call model.generate "
+                "with token ids, or name a run that was trained on text"
+            )
+        return task
+
+    def corpus(self) -> Corpus:
+        """What encodes and decodes for the model: the run's own copy, or the data of a run that has none.
+
+        Raises:
+            ValueError: the run was trained on something else than text, or the vocabulary is another.
+        """
+        if not self.folder.vocabulary.exists():
+            return self.text_task().corpus
+        corpus = open_corpus(self.folder.vocabulary)
+        if self.vocabulary is not None:
+            check_vocabulary(corpus, self.vocabulary)
+        return corpus
 
 
 def load_run(path: str | Path, which: str | int = "best") -> LoadedRun:

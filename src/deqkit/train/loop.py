@@ -6,6 +6,7 @@ for every step: the batch -> the objective, part by part -> gradients -> clip ->
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import signal
@@ -31,12 +32,14 @@ from deqkit.train.evaluate import evaluate, peak_memory_mib
 from deqkit.train.optimiser import set_lr
 from deqkit.train.run_folder import MetricsFile, RunError, RunFolder, read_metrics
 from deqkit.train.state import TrainingState
-from deqkit.train.tasks import make_task
+from deqkit.train.tasks import TextTask, make_task
+
+logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 
 
-class TrainingError(RuntimeError):
+class TrainingError(ValueError):
     """Training cannot go on; the message says what to try. Everything up to the last checkpoint is safe."""
 
 
@@ -56,9 +59,18 @@ def train(
         on_record: called with every record that goes to the metrics file.
 
     Returns:
-        The last evaluation's record, with `finished` telling whether all steps were done.
+        The last evaluation's record, with `finished` telling whether all steps were done, and `signal` the number of
+        the signal that stopped it, if one did.
     """
     _check_trackers(config)
+    if config.model.depth == "equilibrium" and 0 < config.steps <= config.devices.warmup_steps:
+        logger.warning(
+            "all %d steps are of the shallow start (devices.warmup_steps is %d): the equilibrium is never trained. "
+            "Pass --devices.warmup-steps %d, or more --steps",
+            config.steps,
+            config.devices.warmup_steps,
+            config.steps // 2,
+        )
     task = make_task(config)
     project = ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path))
     accelerator = _make_accelerator(config, log_with=list(config.trackers) or None, project_config=project)
@@ -66,6 +78,8 @@ def train(
     size = _go_back(state, folder) if resume else 0
     if accelerator.is_main_process and not resume:
         folder.create(config, data_hash=task.data_hash)
+    if accelerator.is_main_process and isinstance(task, TextTask) and not folder.vocabulary.exists():
+        task.corpus.save_vocabulary(folder.vocabulary)
     accelerator.wait_for_everyone()
     with _Log(state, folder, size, on_record) as log, _catching_signals() as signals:
         last = log.last_evaluation
@@ -82,7 +96,8 @@ def train(
                 state.save(folder, metrics_size=log.synced_size())
             if stopping:
                 break
-    return {**last, "step": state.step, "finished": state.step >= config.steps}
+    signal_number = signals[0] if signals else None
+    return {**last, "step": state.step, "finished": state.step >= config.steps, "signal": signal_number}
 
 
 def try_step(config: TrainConfig) -> Record:
@@ -282,7 +297,8 @@ def _evaluate(state: TrainingState) -> Record:
         if figures["loss"] < state.schedule.best:
             state.best_step = state.step
         state.schedule.evaluated(figures["loss"])
-    return {"kind": "valid", "step": state.step, **figures, "seconds": time.perf_counter() - started}
+    shallow = {} if depth is None else {"shallow": depth}  # of how many layers the figures are
+    return {"kind": "valid", "step": state.step, **shallow, **figures, "seconds": time.perf_counter() - started}
 
 
 def _any_process(accelerator: Accelerator, flag: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def vocabulary(self) -> Path:
+        """A corpus without text: what encodes and decodes for the model, wherever the run is taken."""
+        return self.path / "vocabulary"
+
+    @property
     def events(self) -> Path:
         return self.path / "events"
 
@@ -59,8 +65,13 @@ class RunFolder:
 
     def require_free(self) -> None:
         """Raise a RunError if there is something here already."""
-        if self.path.exists() and (not self.path.is_dir() or any(self._content())):
-            raise RunError(f"{self.path} exists already: pass --resume {self.path} to continue it, or another --out")
+        if self.path.exists() and not self.path.is_dir():
+            raise RunError(f"{self.path} is a file: pass another --out")
+        if (self.path / _CONFIG).exists():
+            again = shlex.quote(str(self.path))
+            raise RunError(f"{self.path} exists already: pass --resume {again} to continue it, or another --out")
+        if self.path.exists() and any(self._content()):
+            raise RunError(f"{self.path} has files in it that are not of a run: pass another --out")
 
     def _content(self) -> Iterator[Path]:
         """What is in the folder, apart from what a kill in the middle of `create` leaves."""
@@ -123,6 +134,9 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise RunError(f"line {number} of {path} is damaged ({error}): put the file back") from error

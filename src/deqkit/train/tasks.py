@@ -106,7 +106,7 @@ def make_task(config: TrainConfig) -> AbstractTask:
     Raises:
         ValueError: the model has another number of tokens than the data.
     """
-    task = _open(config)
+    task = open_task(config)
     size = config.model.vocabulary.size
     if size != task.vocab_size:
         raise ValueError(
@@ -120,7 +120,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     """The configuration with nothing left to be read off the data."""
     if not config.data.fit_vocabulary:
         return config
-    vocabulary = replace(config.model.vocabulary, size=_open(config).vocab_size)
+    vocabulary = replace(config.model.vocabulary, size=open_task(config).vocab_size)
     return replace(
         config,
         model=replace(config.model, vocabulary=vocabulary),
@@ -128,7 +128,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
     )
 
 
-def _open(config: TrainConfig) -> AbstractTask:
+def open_task(config: TrainConfig) -> AbstractTask:
+    """The task of a configuration, whatever its model."""
     source = config.data.source
     if source == "copy-memory":
         return CopyTask(config.data, config.seed)
