@@ -1,11 +1,15 @@
 """What a run does not have is said in a sentence, and the rest of its page is there."""
 
+import hashlib
 import json
 import shutil
 
 import pytest
 
 from deqkit.report import write_report
+from deqkit.report.comparison import findings
+from deqkit.report.page import gather
+from deqkit.report.sections.overview import summary
 from deqkit.train.run_folder import RunError
 from report.reading import Element, captions, read_text, rows, tiles
 from report.small import make_corpus, small, small_of, train_run
@@ -24,6 +28,14 @@ def report(path) -> Element:
 
 def section(page: Element, name: str) -> str:
     return page.one("section", id=f"run1-{name}").text
+
+
+def change(state, **fields):
+    """Another state of a checkpoint, with the hash of that."""
+    state.write_text(json.dumps({**json.loads(state.read_text()), **fields}))
+    hashes = state.with_name("sha256.json")
+    own = {"state.json": hashlib.sha256(state.read_bytes()).hexdigest()}
+    hashes.write_text(json.dumps({**json.loads(hashes.read_text()), **own}))
 
 
 def test_a_run_that_is_not_evaluated_says_how(pages):
@@ -63,8 +75,7 @@ def test_a_damaged_checkpoint(copied):
 def test_the_best_checkpoint_was_not_kept(copied):
     path = copied("equilibrium")
     states = sorted(path.glob("checkpoints/*/state.json"))
-    latest = json.loads(states[-1].read_text())
-    states[-1].write_text(json.dumps({**latest, "best_step": 5}))
+    change(states[-1], best_step=5)
     assert "the latest checkpoint, of step 8" in section(report(path), "convergence")
 
 
@@ -81,7 +92,7 @@ def test_data_that_is_gone(tmp_path):
 def test_data_with_another_vocabulary(copied):
     path = copied("equilibrium")
     for file in path.glob("checkpoints/*/state.json"):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "vocabulary": "another"}))
+        change(file, vocabulary="another")
     assert "another vocabulary" in section(report(path), "samples")
 
 
@@ -197,3 +208,13 @@ def test_a_run_that_has_not_begun(copied):
     shutil.rmtree(path / "checkpoints")
     with pytest.raises(RunError, match="nothing to report yet"):
         write_report([path], path / "report.html")
+
+
+def test_a_run_that_never_left_its_shallow_phase_says_so(copied):
+    path = copied("equilibrium")
+    record = json.loads((path / "config.json").read_text())
+    record["config"]["devices"] |= {"warmup_steps": 10_000, "warmup_depth": 3}
+    (path / "config.json").write_text(json.dumps(record))
+    (run,) = gather([path])
+    assert "all of them with only 3 layers" in summary(run.history)
+    assert "(still shallow)" in findings([run])

@@ -56,7 +56,7 @@ def _group(runs: Sequence[Run], key: str, *, level: int) -> Html:
 def findings(runs: Sequence[Run]) -> str:
     """What the comparison says, in a sentence or two."""
     headline = runs[0].history.headline
-    best = sorted((run.history.best[headline], run.name) for run in runs if run.history.best is not None)
+    best = sorted((run.history.best[headline], _named(run)) for run in runs if run.history.best is not None)
     held = sorted((memory.peak, run.name) for run, memory in _counted(runs))
     parts = []
     if best:
@@ -67,6 +67,10 @@ def findings(runs: Sequence[Run]) -> str:
         words = f"{size(least[0])} by {least[1]}, {share(least[0] / most[0])} of the {size(most[0])} of {most[1]}"
         parts.append(f"Memory of a step: {words}")
     return f"{'. '.join(parts)}." if parts else "None of these runs has been validated yet."
+
+
+def _named(run: Run) -> str:
+    return f"{run.name} (still shallow)" if run.history.best_is_shallow else run.name
 
 
 def _counted(runs: Sequence[Run]) -> list[tuple[Run, TrainingMemory]]:
@@ -86,7 +90,7 @@ def _row(run: Run, headline: str, *, tested: bool) -> list[object]:
     test, seconds = history.evaluation("test"), seconds_per_step(history)
     return [
         element("a", run.name, href=f"#{run.key}"),
-        _quality(history.best, headline),
+        _quality(history.best, headline) + (", shallow" if history.best_is_shallow else ""),
         *([_quality(test and test.figures, headline) + _remark(test)] if tested else []),
         short_count(run.measured.parameters.total),
         "not counted" if isinstance(memory, Missing) else size(memory.own.peak),

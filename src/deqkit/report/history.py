@@ -77,6 +77,11 @@ class History:
         candidates = [record for record in self.validations if not self.is_shallow(record["step"])]
         return min(candidates or self.validations, key=lambda record: record["loss"], default=None)
 
+    @property
+    def best_is_shallow(self) -> bool:
+        """Whether that is of a few layers, which says little about the equilibrium."""
+        return self.best is not None and self.is_shallow(self.best["step"])
+
     def evaluation(self, split: str) -> Evaluation | None:
         return next((found for found in self.evaluations if found.split == split), None)
 

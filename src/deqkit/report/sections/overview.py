@@ -27,7 +27,9 @@ def summary(history: History) -> str:
     progress = plural(history.num_steps, "step")
     if not history.is_finished:
         progress = f"{history.num_steps:,} of {plural(config.steps, 'step')} so far"
-    begun = " after a shallow start" if history.phases and history.phases[0].end < history.num_steps else ""
+    begun = " after a shallow start" if config.devices.warmup_steps else ""
+    if history.is_shallow(history.num_steps):
+        begun = f", all of them with only {plural(config.devices.warmup_depth, 'layer')},"
     return f"{describe_model(config)}, trained for {progress}{begun} on {describe_data(config.data)}."
 
 
@@ -85,7 +87,7 @@ def _quality(history: History) -> list[tuple[str, str, str]]:
     if best is None:
         tiles = [(f"Validation {name}", "none yet", "not evaluated so far")]
     else:
-        shallow = ", shallow" if history.is_shallow(best["step"]) else ""
+        shallow = ", shallow" if history.best_is_shallow else ""
         tiles = [(f"Validation {name}", figure(best[name]), f"best, at step {best['step']:,}{shallow}")]
     test = history.evaluation("test")
     if test is not None and name in test.figures:
