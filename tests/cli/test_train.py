@@ -143,7 +143,7 @@ def test_a_vocabulary_that_does_not_match_is_refused(run, tmp_path, capsys):
     data = tmp_path / "data"
     assert main(["data", "prepare", "text", "--from", str(text), "--out", str(data), "--vocab-size", "260"]) == 0
     assert main(["eval", str(run), "--data", str(data)]) == 1
-    assert "tokens" in capsys.readouterr().err
+    assert "another vocabulary" in capsys.readouterr().err
 
 
 def test_a_text_file_is_prepared_on_the_way(tmp_path, monkeypatch, capsys):
@@ -223,6 +223,6 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 128 + signal.SIGINT, err  # or `train && eval` would evaluate half a run
     assert f"deqkit train --resume {folder}" in out
     assert list((folder / "checkpoints").glob("step-*"))

@@ -190,4 +190,5 @@ def test_files_are_on_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypa
     writer.add_json("b.json", {})
     writer.commit()
     partial = f"{tmp_path}/.partial-step-00000001"
-    assert order == [f"{partial}/a.safetensors", f"{partial}/b.json", partial, "rename", str(tmp_path)]
+    files = [f"{partial}/{name}" for name in ("a.safetensors", "b.json", "sha256.json")]
+    assert order == [*files, partial, "rename", str(tmp_path)]

@@ -126,7 +126,14 @@ def test_a_read_only_folder(undisturbed, corpus, tmp_path):
 def test_the_first_checkpoint_does_not_fit(corpus, tmp_path, monkeypatch):
     """Then there is none, and the run begins again."""
     run(tiny(corpus), tmp_path / "whole")
-    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    rename = os.rename
+
+    def full_for_checkpoints(source, target):
+        if "checkpoints" in str(target):
+            raise OSError(errno.ENOSPC, "full")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full_for_checkpoints)
     with pytest.raises(OSError, match="full"):
         run(tiny(corpus), tmp_path / "run")
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == []

@@ -100,7 +100,7 @@ def test_callers_see_every_record_and_the_result(corpus, tmp_path):
     seen = []
     result = run(tiny(corpus), tmp_path / "run", on_record=seen.append)
     assert seen == list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert result == {**seen[-1], "finished": True}
+    assert result == {**seen[-1], "finished": True, "signal": None}
 
 
 def test_evaluating_more_often_changes_no_training_loss(corpus, tmp_path):
@@ -148,7 +148,7 @@ def test_a_folder_left_by_a_kill_during_its_making_can_be_used(corpus, tmp_path)
     run(tiny(corpus, steps=1), tmp_path / "run")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("")
-    with pytest.raises(RunError, match="exists already"):
+    with pytest.raises(RunError, match="not of a run"):
         run(tiny(corpus, steps=1), tmp_path / "other")
 
 

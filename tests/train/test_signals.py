@@ -38,7 +38,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(undisturbed, cor
     before = [signal.getsignal(n) for n in SIGNALS]
     config, path = everything(corpus, checkpoint_every=100), tmp_path / "run"
     result = run(config, path, on_record=sender(number, step))
-    assert (result["step"], result["finished"]) == (step, False)
+    assert (result["step"], result["finished"], result["signal"]) == (step, False, number)
     assert latest(path).name == f"step-{step:08d}"
     assert [r["step"] for r in metrics_of(path, "train")] == list(range(1, step + 1))
     assert [signal.getsignal(n) for n in SIGNALS] == before

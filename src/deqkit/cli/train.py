@@ -72,8 +72,10 @@ class Train(Command):
 
     def _with_text(self, out: Path) -> TrainConfig:
         """A text file is prepared first, in this folder, unless it was before."""
+        if not self.config.data.source:
+            return self.config
         source = Path(self.config.data.source)
-        if not self.config.data.source or not source.is_file():
+        if not source.is_file():
             # The run may be used from elsewhere.
             where = str(source.resolve()) if source.is_dir() else self.config.data.source
             return replace(self.config, data=replace(self.config.data, source=where))

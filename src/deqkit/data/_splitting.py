@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from deqkit.data._error import DataError
 from deqkit.data._reading import Span
 
+_ENOUGH = 100  # bytes of a part for which a line is broken rather than the text refused as too short
 _WINDOW = 1 << 16  # bytes in which a line's end is looked for; text without one is cut between two characters
 
 
@@ -22,7 +23,8 @@ def split_points(spans: Sequence[Span], *, valid_share: float, test_share: float
     total = sum(span.stop - span.start for span in spans)
     limits = [total * (1 - valid_share - test_share), total * (1 - test_share)]
     points = [0, *(next_line(spans, round(limit)) for limit in limits), total]
-    if sorted(set(points)) != points:  # lines so long that two limits fall into one
+    if sorted(set(points)) != points and total * min(valid_share, test_share) >= _ENOUGH:
+        # Lines so long that two limits fall into one.
         points = [0, *(_next_character(spans, round(limit)) for limit in limits), total]
     if sorted(set(points)) != points:
         raise DataError(f"{total:,} bytes of text are too short to split into train, valid and test; give more text")
