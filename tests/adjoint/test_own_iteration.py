@@ -16,7 +16,7 @@ from adjoint.cells import (
     relative_error,
     solve_tightly,
 )
-from deqkit import DEQ, NumericalWarning, Tolerance
+from deqkit import DEQ, NumericalWarning, Status, Tolerance
 from deqkit.adjoint import Reversible, Unrolled
 from deqkit.solve import Anderson
 
@@ -201,3 +201,17 @@ def test_reversible_warns_where_it_takes_no_step():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         deq(x, z0=z)
+
+
+@pytest.mark.parametrize("damping", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6, 1e-9])
+def test_reversible_goes_on_until_the_state_it_returns_meets_the_tolerance(rtol, damping):
+    """It steps on pairs, whose second half may be farther from the solution than both together."""
+    for seed in range(4):
+        cell, x = TanhCell(16, norm=0.9, seed=seed), normal(32, 16, seed=seed).requires_grad_()
+        deq = DEQ(cell, adjoint=Reversible(damping=damping), tol=Tolerance(rtol=rtol), max_steps=600)
+        z, solution = deq(x, return_solution=True)
+        assert solution.status is Status.CONVERGED and int(solution.num_evals.max()) < 500
+        taken = solution.num_steps.tolist()
+        expected = reversible_by_hand(cell, torch.zeros_like(x), (x,), damping=damping, num_steps=taken)
+        assert relative_error([z], [expected]) < 1e-12

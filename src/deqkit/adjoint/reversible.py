@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation, Linearised, Touched, gradients_up_to, refuse_transforms
-from deqkit.solve import FixedPointIteration, NumericalWarning, Solution, Tolerance, fixed_point
+from deqkit.solve import FixedPointIteration, NumericalWarning, Solution, Status, Tolerance, fixed_point
 from deqkit.solve._packing import Packing, map_tensors
 
 # B samples, P groups of positions, N numbers in a group
@@ -58,14 +58,24 @@ class Reversible(AbstractAdjoint):
         packing = Packing.of(z0, causal=False)
         equation = Equation(f, packing, args)
         z0_BPN = packing.pack(z0)
-        pair, num_steps_B, inner = self._iterate(f, packing, z0_BPN.detach(), args, tol, max_steps, compact)
-        solution = fixed_point(
-            f, packing.unpack(pair[1].to(z0_BPN.dtype)), args, solver=FixedPointIteration(), tol=tol, max_steps=1,
-            throw=False,
-        )  # fmt: skip
+        exact = torch.float64 if z0_BPN.device.type != "mps" else torch.float32
+        start_BPN = z0_BPN.detach().to(exact)
+        pair = (start_BPN, start_BPN)
+        num_steps_B = num_pairs_B = torch.zeros(packing.batch_size, dtype=torch.int64, device=packing.device)
+        share, left = self.damping, max_steps // 2
+        while True:
+            inner = self._iterate(f, packing, pair, args, _scaled(tol, share), left, compact)
+            pair = inner.z
+            num_steps_B, num_pairs_B = num_steps_B + inner.num_steps, num_pairs_B + inner.num_evals
+            z_BPN = pair[1].to(z0_BPN.dtype)
+            judged: dict[str, Any] = {"solver": FixedPointIteration(), "tol": tol, "max_steps": 1, "throw": False}
+            solution = fixed_point(f, packing.unpack(z_BPN), args, **judged)
+            left = max_steps // 2 - int(num_pairs_B.max()) if num_pairs_B.numel() else 0
+            if left < 1 or inner.status is not Status.CONVERGED or solution.status is Status.CONVERGED:
+                break
+            share /= 2  # y and z lie so far apart that z alone does not meet the tolerance: go on
         solution.num_steps = num_steps_B
-        solution.num_evals = solution.num_evals + 2 * inner.num_evals
-        z_BPN = pair[1].to(z0_BPN.dtype)
+        solution.num_evals = solution.num_evals + 2 * num_pairs_B
         if torch.is_grad_enabled():
             linearised = Linearised(equation, z_BPN)
             touched = linearised.touched(equation.inputs)
@@ -81,29 +91,30 @@ class Reversible(AbstractAdjoint):
         self,
         f: Callable[..., Any],
         packing: Packing,
-        z0_BPN: Tensor,
+        pair: tuple[Tensor, Tensor],
         args: tuple[Any, ...],
         tol: Tolerance,
         max_steps: int,
         compact: bool,
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Solution]:
-        """The loop on pairs (y, z); the pair moves by `damping` of the residual, so the tolerance is scaled alike."""
-        b = self.damping
-        exact = torch.float64 if z0_BPN.device.type != "mps" else torch.float32
+    ) -> Solution:
+        """The loop on pairs (y, z)."""
+        b, dtype = self.damping, packing.work_dtype
 
         def advance(pair: tuple[Tensor, Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
             y_BPN, z_BPN = pair
-            evaluate = lambda at: packing.pack(f(packing.unpack(at.to(z0_BPN.dtype)), *rest)).to(exact)  # noqa: E731
+            evaluate = lambda at: packing.pack(f(packing.unpack(at.to(dtype)), *rest)).to(at.dtype)  # noqa: E731
             y_BPN = (1 - b) * y_BPN + b * evaluate(z_BPN)
             return y_BPN, (1 - b) * z_BPN + b * evaluate(y_BPN)
 
-        scaled = dataclasses.replace(tol, rtol=b * tol.rtol, atol=b * tol.atol)
-        start = z0_BPN.to(exact)
-        solved = fixed_point(
-            advance, (start, start), args, solver=FixedPointIteration(), tol=scaled, max_steps=max_steps // 2,
-            compact=compact, throw=False,
-        )  # fmt: skip
-        return solved.z, solved.num_steps, solved
+        plain = FixedPointIteration()
+        return fixed_point(
+            advance, pair, args, solver=plain, tol=tol, max_steps=max_steps, compact=compact, throw=False
+        )
+
+
+def _scaled(tol: Tolerance, share: float) -> Tolerance:
+    """A pair moves by `damping` of the residual, so its tolerance is smaller by as much."""
+    return dataclasses.replace(tol, rtol=share * tol.rtol, atol=share * tol.atol)
 
 
 class _Reversed(torch.autograd.Function):
