@@ -237,3 +237,30 @@ def test_rules_without_a_backward_solve_report_none():
     z, solution = DEQ(TanhCell(), adjoint=OneStep())(normal(3, 4, seed=5), return_solution=True)
     z.sum().backward()
     assert solution.backward is None
+
+
+CONNECTED = torch.softmax(normal(6, 6, seed=8), dim=1)
+TOGETHER = {
+    "a graph": lambda z, x: torch.tanh(0.5 * CONNECTED @ z + x),
+    "a closure over the batch": lambda z, x: torch.tanh(0.5 * z + x) * torch.linspace(0.5, 1, 6).double().unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("f", TOGETHER.values(), ids=TOGETHER.keys())
+def test_no_sample_is_evaluated_alone_for_the_estimate_unless_it_was_before(f):
+    """With a fixed number of steps none leaves the batch, and such an f is nobody's business."""
+    steps = {"tol": Tolerance(rtol=0.0), "max_steps": 6}
+    x = normal(6, 4, seed=5).requires_grad_()
+    deq = DEQ(f, solver=FixedPointIteration(), adjoint=Implicit(solver=FixedPointIteration(), **steps), **steps)
+    z, solution = deq(x, return_solution=True)
+    z.sum().backward()
+    assert solution.grad_error > 0 and not solution.independent
+
+
+def test_reuse_forward_of_samples_that_were_solved_twice():
+    x = normal(12, 4, seed=5) * torch.logspace(-2, 1, 12).double().unsqueeze(1)
+    deq = DEQ(lambda z, x: torch.tanh(0.4 * z.mean(0) + x), solver=Broyden(), compact=False, adjoint=ReuseForward())
+    z, solution = deq(x.requires_grad_(), return_solution=True)
+    samples = torch.cat([samples for samples, _ in solution.solver_state])
+    assert samples.sort().values.tolist() == list(range(12))
+    z.sum().backward()

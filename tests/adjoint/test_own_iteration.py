@@ -215,3 +215,14 @@ def test_reversible_goes_on_until_the_state_it_returns_meets_the_tolerance(rtol,
         taken = solution.num_steps.tolist()
         expected = reversible_by_hand(cell, torch.zeros_like(x), (x,), damping=damping, num_steps=taken)
         assert relative_error([z], [expected]) < 1e-12
+
+
+def test_reversible_in_float32_rounds_as_f_does():
+    """Its pairs are float64, but kernels for batches of other sizes differ by the rounding of f."""
+    for seed in range(3):
+        cell = TanhCell(128, norm=0.8, seed=seed, dtype=torch.float32)
+        x = normal(16, 128, seed=seed, dtype=torch.float32) * torch.logspace(-2, 1, 16).unsqueeze(1)
+        deq = DEQ(cell, adjoint=Reversible(), max_steps=200)
+        z, solution = deq(x, return_solution=True)
+        assert solution.num_evals.unique().numel() > 1, "samples should leave at different times"
+        z.sum().backward()

@@ -140,6 +140,15 @@ def test_a_damaged_line_of_metrics_is_named(home, capsys):
     assert "line 1 of run/metrics.jsonl is damaged" in capsys.readouterr().err
 
 
+def test_a_folder_with_the_name_of_built_in_data_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copy-memory").mkdir()
+    sizes = "--data.copy-T 4 --data.copy-train 32 --data.copy-test 8 --model.cell.width 8 --model.cell.num-heads 2"
+    sizes += " --model.vocabulary.embedding-width 8 --steps 1 --devices.warmup-steps 0 --trackers"
+    assert main(["train", "copy-memory-mini", "--out", "run", *sizes.split()]) == 0
+    assert RunFolder(tmp_path / "run").config().data.source == "copy-memory"
+
+
 def test_the_next_command_can_be_pasted(home, capsys):
     assert train("--data.source", "data", "--steps", "2", "--out", "a run") == 0
     assert "deqkit eval 'a run' --split test" in capsys.readouterr().out

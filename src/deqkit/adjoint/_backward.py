@@ -108,12 +108,12 @@ class BackwardPass:
     def _curvature(self, v_BPN: Tensor, y_BPN: Tensor, linearised: Linearised, solved: Solution) -> Tensor | None:
         """What J changes near z*, for the estimate of the gradient's error: of one sample, which costs a batch little.
 
-        None where a sample cannot be evaluated alone.
+        None where it was not seen in the forward solve that a sample can be evaluated without the others.
         """
         assert self.solution is not None
         if self.solution.curvature is not None:
             return self.solution.curvature
-        if not (self.method.compact and tensors_in(self.equation.args) and y_BPN.numel()):
+        if not (self.method.compact and self.solution.independent):
             return None
         with torch.no_grad():
             return curvature_from_one(self.equation, linearised, v_BPN, y_BPN, self.solution, solved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 from deqkit.adjoint._base import AbstractAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation, Linearised, Touched, gradients_up_to, refuse_transforms
 from deqkit.solve import FixedPointIteration, NumericalWarning, Solution, Status, Tolerance, fixed_point
-from deqkit.solve._packing import Packing, map_tensors
+from deqkit.solve._fixed_point import FunctionProblem, iterate
+from deqkit.solve._loop import LoopOptions
+from deqkit.solve._packing import Packing, check_batch_first, map_tensors
 
 # B samples, P groups of positions, N numbers in a group
 
@@ -56,6 +59,7 @@ class Reversible(AbstractAdjoint):
             )
         refuse_transforms("Reversible")
         packing = Packing.of(z0, causal=False)
+        check_batch_first(args, packing.batch_size)
         equation = Equation(f, packing, args)
         z0_BPN = packing.pack(z0)
         exact = torch.float64 if z0_BPN.device.type != "mps" else torch.float32
@@ -106,10 +110,13 @@ class Reversible(AbstractAdjoint):
             y_BPN = (1 - b) * y_BPN + b * evaluate(z_BPN)
             return y_BPN, (1 - b) * z_BPN + b * evaluate(y_BPN)
 
-        plain = FixedPointIteration()
-        return fixed_point(
-            advance, pair, args, solver=plain, tol=tol, max_steps=max_steps, compact=compact, throw=False
-        )
+        pairs = Packing.of(pair, causal=False)
+        options = LoopOptions(tol=tol, max_steps=max_steps, compact=compact)
+        with torch.no_grad():
+            problem = functools.partial(FunctionProblem, advance, pairs, args, computes_in=packing.dtype)
+            solution = iterate(problem, pairs.pack(pair), FixedPointIteration(), options, pairs)
+        solution.z = pairs.unpack(solution.z)
+        return solution
 
 
 def _scaled(tol: Tolerance, share: float) -> Tolerance:

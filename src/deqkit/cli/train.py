@@ -27,7 +27,7 @@ from deqkit.train.config import DeviceConfig, TrainConfig
 from deqkit.train.loop import train, try_step
 from deqkit.train.recipes import RECIPES, demo
 from deqkit.train.run_folder import RunFolder
-from deqkit.train.tasks import resolve
+from deqkit.train.tasks import BUILT_IN, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Train(Command):
 
     def _with_text(self, out: Path) -> TrainConfig:
         """A text file is prepared first, in this folder, unless it was before."""
-        if not self.config.data.source:
+        if self.config.data.source in ("", *BUILT_IN):
             return self.config
         source = Path(self.config.data.source)
         if not source.is_file():

@@ -138,6 +138,8 @@ def _build(config: PrepareConfig, dataset: Dataset, source: Path, into: Path, on
 def _given_vocabulary(folder: Path) -> tokenizers.Tokenizer:
     """That of a corpus, or of a run, which has a corpus without text in it."""
     inside = folder / "vocabulary"
+    if (folder / "config.json").exists() and not inside.is_dir():
+        raise DataError(f"{folder} is a run without a vocabulary: pass the folder of the data it was trained on")
     corpus = open_corpus(inside if inside.is_dir() else folder)
     if corpus.manifest.level != "bpe":
         instead = "--tokens bytes" if corpus.manifest.level == "bytes" else f"its own name, {corpus.manifest.dataset}"

@@ -15,10 +15,7 @@ from deqkit.train.load import LoadedRun, load_run
 from deqkit.train.loop import train
 from deqkit.train.recipes import RECIPES
 from deqkit.train.run_folder import RunFolder, read_metrics
-from deqkit.train.tasks import make_task, resolve
-
-BUILT_IN = ("embedded", "copy-memory")
-"""Data that is the same wherever deqkit is."""
+from deqkit.train.tasks import BUILT_IN, make_task, resolve
 
 
 @dataclass(frozen=True, kw_only=True)

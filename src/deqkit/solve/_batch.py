@@ -176,15 +176,18 @@ class Batch:
         self.norm_B = torch.where(taken_B, found.norm_BP[:, -1], self.norm_B)
         self.scale_B = torch.where(taken_B, found.scale_BP[:, -1], self.scale_B)
 
+    def measure_again(self, moved_BP: Tensor, found: Residuals) -> None:
+        """Samples have another residual than when they were solved: the one that was just found where they are."""
+        moved_B = moved_BP[:, -1]
+        self.norm_B = torch.where(moved_B, found.norm_BP[:, -1], self.norm_B)
+        self.scale_B = torch.where(moved_B, found.scale_BP[:, -1], self.scale_B)
+
     def open_again(self, again_BP: Tensor, found: Residuals) -> None:
-        """Samples count as unsolved again, with the residual that was just found where they are."""
+        """Samples count as unsolved again."""
         self.codes_BP = torch.where(again_BP, ACTIVE, self.codes_BP)
         self.best_BP = torch.where(again_BP, found.ratio_BP, self.best_BP)
         self.mark_BP = torch.where(again_BP, found.ratio_BP, self.mark_BP)
         self.waited_BP = self.waited_BP.masked_fill(again_BP, 0)
-        again_B = again_BP[:, -1]
-        self.norm_B = torch.where(again_B, found.norm_BP[:, -1], self.norm_B)
-        self.scale_B = torch.where(again_B, found.scale_BP[:, -1], self.scale_B)
 
     def estimate_amplification(self, at: Evaluation, finished_B: Tensor) -> None:
         """||dz|| / ||dresidual|| of the last step: how far z is from the solution for a residual of a given size."""

@@ -173,6 +173,13 @@ class Loop:
         index = torch.nonzero(done_B).flatten()
         self._states.append((self._now.sample_B.index_select(0, index), select(self._now.solver_state, index)))
 
+    def _forget_states(self, samples: Tensor) -> None:
+        found, self._states = self._states, []
+        for kept, state in found:
+            index = torch.nonzero(~torch.isin(kept, samples)).flatten()
+            if index.numel():
+                self._states.append((kept.index_select(0, index), select(state, index)))
+
     def _open_again(self, found: Residuals) -> bool:
         """Go on with samples that were solved while the rest still moved, and no longer are: they depend on the rest.
 
@@ -180,11 +187,14 @@ class Loop:
         """
         if self._causal or not self._may_open_again:
             return False
-        now = self._now
-        again_BP = (now.codes_BP == CONVERGED) & (found.norm_BP > 2 * found.bound_BP + 10 * found.at.rounding_BP)
+        now, noise_BP = self._now, 10 * found.at.rounding_BP
+        solved_BP = now.codes_BP == CONVERGED
+        now.measure_again(solved_BP & ((found.norm_BP - now.norm_B.unsqueeze(1)).abs() > noise_BP), found)
+        again_BP = solved_BP & (found.norm_BP > 2 * found.bound_BP + noise_BP)
         if not bool(again_BP.any()):
             return False
         now.open_again(again_BP, found)
+        self._forget_states(now.sample_B[again_BP[:, -1]])
         return True
 
     def _go_on_with_unsolved(self, at: Evaluation) -> bool:
@@ -262,6 +272,7 @@ class Loop:
             amplification=now.amplification_B.to(dtype),
             seconds_in_f=self._seconds_in_f,
             seconds_outside_f=time.perf_counter() - started - self._seconds_in_f,
+            independent=bool(self._left),
             trace=self._collect_trace(codes_B.numel()) if self._options.trace else None,
             solver_state=self._states or None,
         )

@@ -56,6 +56,8 @@ class Solution:
     curvature: Tensor | None = None
     """Error of the gradient because J changes between z and the solution, per sample; only `grad_rtol` measures it
     before the backward pass."""
+    independent: bool = False
+    """Whether samples have left the batch, and the rest gave the same without them."""
     trace: tuple[Tensor, ...] | None = None
     """One 1-D tensor a sample: the relative residual at each of its evaluations. None unless asked for."""
     backward: Solution | None = None

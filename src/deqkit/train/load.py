@@ -14,7 +14,7 @@ from deqkit.model.weights import WeightsError, load_weights
 from deqkit.train.checkpoint import CheckpointError, find_checkpoint, read_checkpoint_tensors, read_state
 from deqkit.train.config import TrainConfig
 from deqkit.train.run_folder import RunFolder
-from deqkit.train.tasks import AbstractTask, TextTask, open_task
+from deqkit.train.tasks import AbstractTask, TextTask, make_task, open_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LoadedRun:
         config = self.config if source is None else replace(self.config, data=replace(self.config.data, source=source))
         where = config.data.source
         try:
-            task = open_task(config)
+            task = make_task(config) if self.vocabulary is None else open_task(config)
         except DataError as error:
             if source is not None or Path(where).exists():
                 raise

@@ -96,8 +96,9 @@ def train(
                 state.save(folder, metrics_size=log.synced_size())
             if stopping:
                 break
-    signal_number = signals[0] if signals else None
-    return {**last, "step": state.step, "finished": state.step >= config.steps, "signal": signal_number}
+    finished = state.step >= config.steps
+    signal_number = signals[0] if signals and not finished else None
+    return {**last, "step": state.step, "finished": finished, "signal": signal_number}
 
 
 def try_step(config: TrainConfig) -> Record:

@@ -23,6 +23,8 @@ from deqkit.data import (
 from deqkit.train.config import DataConfig, TrainConfig
 
 COPY_SYMBOLS = 10
+BUILT_IN = ("embedded", "copy-memory")
+"""Data that is the same wherever deqkit is."""
 
 
 class AbstractTask(abc.ABC):
