@@ -30,6 +30,7 @@ PAPER_ROWS = (
     "table-3-small-wikitext-2",
     "lstm",
     "best-perplexity-ptb",
+    "best-perplexity-wikitext-2",
     "causal-evaluation",
     "table-4-transformer",
     "table-4-trellisnet",
