@@ -22,12 +22,11 @@ from deqkit.adjoint._graph import (
     transposed_product,
     twice_differentiable,
 )
-from deqkit.solve import AbstractSolver, Fallback, NonFiniteError, Solution, Status, Tolerance
+from deqkit.solve import AbstractSolver, Evaluation, Fallback, NonFiniteError, Solution, Status, Tolerance
 from deqkit.solve._fixed_point import NOT_FIXED, check_settings, iterate, join
 from deqkit.solve._loop import LoopOptions
 from deqkit.solve._packing import Packing, tensors_in
 from deqkit.solve._solution import raise_if_failed
-from deqkit.solve._solver import Evaluation
 
 # B samples, P groups of positions, N numbers in a group
 

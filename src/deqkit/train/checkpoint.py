@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from deqkit.data._files import sha256_of
 from deqkit.model.weights import WeightsError, read_tensors
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -54,7 +54,7 @@ class CheckpointWriter:
         _sync(path)
 
     def commit(self) -> Path:
-        self.add_json(_HASHES, {path.name: _sha256(path) for path in sorted(self.partial.iterdir())})
+        self.add_json(_HASHES, {path.name: sha256_of(path) for path in sorted(self.partial.iterdir())})
         if self.final.exists():  # the same step of the same run, written before an interruption
             _remove(self.final)
         _sync(self.partial)
@@ -115,15 +115,10 @@ def read_checkpoint_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
 def _require_unchanged(checkpoint: Path, name: str) -> None:
     """Compare a file with the hash it was written with; checkpoints of earlier versions have none."""
     hashes = {} if name == _HASHES or not (checkpoint / _HASHES).exists() else read_json(checkpoint, _HASHES)
-    if name in hashes and (checkpoint / name).exists() and _sha256(checkpoint / name) != hashes[name]:
+    if name in hashes and (checkpoint / name).exists() and sha256_of(checkpoint / name) != hashes[name]:
         raise CheckpointError(
             f"{checkpoint / name} was changed since it was written; remove {checkpoint} to use the one before"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prune(folder: Path, *, keep: int, best_step: int | None) -> None:
