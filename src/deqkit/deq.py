@@ -14,6 +14,7 @@ from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.adjoint._graph import WithParameters, refuse_tangents, refuse_transforms
 from deqkit.solve import AbstractSolver, Broyden, Fallback, Solution, Status, Tolerance, fixed_point
 from deqkit.solve._fixed_point import check_settings, join
+from deqkit.solve._hoist import is_compiled
 from deqkit.solve._packing import tensors_in
 from deqkit.solve._solution import raise_if_failed
 from deqkit.solve._solver import check_count
@@ -43,6 +44,7 @@ class DEQ(nn.Module):
         max_steps: int | None = None,
         adjoint: AbstractAdjoint | None = None,
         compact: bool = True,
+        hoist: bool = True,
         check_every: int = 1,
         compile: Compile = False,
     ) -> None:
@@ -55,6 +57,8 @@ class DEQ(nn.Module):
             adjoint: how gradients are computed; `Implicit()` if left out.
             compact: let samples leave the batch when they are done, in both solves; with `compile` they stay, because
                 every size of the batch would have to be compiled. False for an f that closes over its batch.
+            hoist: compute what the cell makes of anything but z (projections of its arguments, normalised weights)
+                once per solve, as `fixed_point` does; a cell with `bind` sees to that itself.
             check_every: look at the verdicts every so many evaluations.
             compile: evaluate what `torch.compile` makes of the cell; or a dict of its arguments. The first solves
                 then take a minute, and there are no second derivatives. It sets two switches of torch for the
@@ -73,6 +77,7 @@ class DEQ(nn.Module):
         self.tol = Tolerance() if tol is None else tol
         self.max_steps = 40 if max_steps is None else max_steps
         self.compact = compact and compile is False
+        self.hoist = hoist
         self.check_every = check_every
         self._how_to_compile = compile  # `compile` is a method of modules
         self.verdicts: collections.Counter[Status] = collections.Counter()
@@ -105,8 +110,10 @@ class DEQ(nn.Module):
         max_steps = self.max_steps if max_steps is None else max_steps
         if z0 is None:
             z0 = self._initial_state(args)
-        f, args = self.cell.bind(*args) if hasattr(self.cell, "bind") else (self.cell, args)
+        is_bound = hasattr(self.cell, "bind")
+        f, args = self.cell.bind(*args) if is_bound else (self.cell, args)
         f = self._compiled(f)
+        hoist = self.hoist and not is_bound and not is_compiled(f)
         if isinstance(self.cell, nn.Module) and torch.is_grad_enabled():
             f = WithParameters(f, self.cell)
         if adjoint.owns_forward:
@@ -123,6 +130,7 @@ class DEQ(nn.Module):
                 solver=solver or self.solver or Broyden(),
                 throw=False,
                 compact=self.compact,
+                hoist=hoist,
                 check_every=self.check_every,
                 trace=trace,
                 keep_solver_state=adjoint.needs_solver_state and torch.is_grad_enabled(),
@@ -172,6 +180,8 @@ class DEQ(nn.Module):
         parts += [f"tol={self.tol}", f"max_steps={self.max_steps}", f"adjoint={self.adjoint}"]
         if not self.compact:
             parts.append("compact=False")
+        if not self.hoist:
+            parts.append("hoist=False")
         if self._how_to_compile is not False:
             parts.append(f"compile={self._how_to_compile}")
         return ", ".join(parts)

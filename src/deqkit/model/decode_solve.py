@@ -43,7 +43,14 @@ def solve_positions(f: Callable[[Any], Any], z0: Any, settings: SolveSettings) -
         NonFiniteError: f gave inf or nan.
     """
     solution = fixed_point(
-        f, z0, solver=settings.solver, tol=settings.tol, max_steps=settings.max_steps, throw=False, compact=False
+        f,
+        z0,
+        solver=settings.solver,
+        tol=settings.tol,
+        max_steps=settings.max_steps,
+        throw=False,
+        compact=False,
+        hoist=False,  # f is bound
     )
     raise_if_failed(solution, where="solve of a text's positions", above=Status.STALLED)
     f(solution.z)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deqkit.solve._hoist import Hoist, is_compiled, own_solve
 from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
 from deqkit.solve._packing import Packing, check_batch_first, select, tensors_in
 from deqkit.solve._solution import Solution, Status, raise_if_failed
@@ -30,6 +31,7 @@ def fixed_point(
     max_steps: int = 40,
     throw: bool = True,
     compact: bool = True,
+    hoist: bool = True,
     check_every: int = 1,
     trace: bool = False,
     keep_solver_state: bool = False,
@@ -48,6 +50,9 @@ def fixed_point(
         throw: raise unless every sample converged. With False, read `solution.status`.
         compact: let samples leave the batch when they are done. It needs `args` to know what belongs to a sample: an
             f that closes over its batch is solved without. Results are the same up to rounding.
+        hoist: compute what f makes of anything but z (projections of its arguments, normalised weights, masks) in the
+            first evaluation and not again, which needs the memory for it. Results are the same. Not in inference mode,
+            nor for an f that is compiled.
         check_every: look at the verdicts every so many evaluations (each look waits for the device). Samples that are
             done stay as they are in between, so results do not depend on it.
         trace: record the residual of every evaluation.
@@ -74,7 +79,8 @@ def fixed_point(
     )
     with torch.no_grad():
         start_BPN = packing.pack(z0).clone()  # the result must not share memory with the caller's z0
-        solution = iterate(lambda: FunctionProblem(f, packing, args), start_BPN, solver, options, packing)
+        hoist = hoist and not is_compiled(f)
+        solution = iterate(lambda: FunctionProblem(f, packing, args, hoist=hoist), start_BPN, solver, options, packing)
     solution.z = packing.unpack(solution.z)
     if throw:
         raise_if_failed(solution, where="fixed_point")
@@ -100,10 +106,12 @@ class FunctionProblem:
         packing: Packing,
         args: tuple[Any, ...],
         *,
+        hoist: bool = False,
         computes_in: torch.dtype | None = None,
     ) -> None:
         """`computes_in` is the dtype whose rounding f has, if that is not the state's."""
         self._f, self._packing, self._args = f, packing, args
+        self._hoist = Hoist() if hoist else None
         self._computes_in = packing.dtype if computes_in is None else computes_in
         self._num_checks = 3  # dropout of zeros is zero: an f that draws random numbers is looked at again
         self._was_cut = False  # since the last evaluation
@@ -117,12 +125,17 @@ class FunctionProblem:
         if self._was_cut:
             self._was_cut = False
             return self._evaluate_after_cut(z_BPN)
-        return self._packing.pack(self._f(self._packing.unpack(z_BPN), *self._args))
+        return self._packing.pack(self._apply(self._packing.unpack(z_BPN)))
+
+    def _apply(self, state: Any) -> Any:
+        if self._hoist is None:
+            return self._f(state, *self._args)
+        return self._hoist.evaluate(self._f, state, self._args)
 
     def _evaluate_after_cut(self, z_BPN: Tensor) -> Tensor:
         """The first time without samples that have left: an f that closes over its batch is found out here."""
         try:
-            output = self._f(self._packing.unpack(z_BPN), *self._args)
+            output = self._apply(self._packing.unpack(z_BPN))
         except (RuntimeError, IndexError) as error:
             error.add_note(f"This was the first evaluation of f after samples had left the batch. {CLOSES_OVER}")
             raise
@@ -136,7 +149,7 @@ class FunctionProblem:
         state = self._packing.unpack(z_BPN)
         before = _random_state(self._packing.device)
         seen = [_Version(t) for t in (z_BPN, *tensors_in(self._args))]
-        output = self._f(state, *self._args)
+        output = self._apply(state)
         if any(version.has_changed() for version in seen):
             raise ValueError(IN_PLACE)
         self._packing.check_output(output, z_BPN.shape[0], autocast=self._autocast_dtype() is not None)
@@ -144,7 +157,7 @@ class FunctionProblem:
         if torch.equal(before, _random_state(self._packing.device)):
             self._num_checks = 0
             return fz_BPN
-        again_BPN = self._packing.pack(self._f(state, *self._args))
+        again_BPN = self._packing.pack(self._apply(state))
         if not torch.equal(fz_BPN.nan_to_num(), again_BPN.nan_to_num()):
             raise ValueError(NOT_FIXED)
         return fz_BPN
@@ -156,9 +169,11 @@ class FunctionProblem:
     def keep(self, index: Tensor, at: Evaluation) -> None:
         self._args = select(self._args, index)
         self._was_cut = True
+        hoist, self._hoist = self._hoist, None
         if self._is_whole:
             self._is_whole = False
             self._check_independence(select((at.z_BPN, at.fz_BPN), index[:2]))
+        self._hoist = None if hoist is None else Hoist()
 
     def _check_independence(self, was: tuple[Tensor, Tensor]) -> None:
         """f must give two of the samples alone what it gave them beside all others, or none may leave."""
@@ -229,6 +244,17 @@ def iterate(
     packing: Packing,
 ) -> Solution:
     """Run the loop on a packed state; with a `Fallback`, once for every solver that is needed."""
+    with own_solve():
+        return _iterate(make_problem, z_BPN, solver, options, packing)
+
+
+def _iterate(
+    make_problem: Callable[[], Problem],
+    z_BPN: Tensor,
+    solver: AbstractSolver | Fallback,
+    options: LoopOptions,
+    packing: Packing,
+) -> Solution:
     if not isinstance(solver, Fallback):
         return Loop(make_problem(), z_BPN, solver, options, packing).run()
     *earlier, last = solver.solvers
