@@ -14,7 +14,7 @@ from deqkit.adjoint import AbstractAdjoint, Implicit
 from deqkit.adjoint._graph import WithParameters, refuse_tangents, refuse_transforms
 from deqkit.solve import AbstractSolver, Broyden, Fallback, Solution, Status, Tolerance, fixed_point
 from deqkit.solve._fixed_point import check_settings, join
-from deqkit.solve._hoist import is_compiled
+from deqkit.solve._hoist import can_hoist
 from deqkit.solve._packing import tensors_in
 from deqkit.solve._solution import raise_if_failed
 from deqkit.solve._solver import check_count
@@ -58,7 +58,8 @@ class DEQ(nn.Module):
             compact: let samples leave the batch when they are done, in both solves; with `compile` they stay, because
                 every size of the batch would have to be compiled. False for an f that closes over its batch.
             hoist: compute what the cell makes of anything but z (projections of its arguments, normalised weights)
-                once per solve, as `fixed_point` does; a cell with `bind` sees to that itself.
+                once per solve, as `fixed_point` does. Not for a cell with `bind`, which sees to that itself, nor for
+                adjoints that iterate by themselves.
             check_every: look at the verdicts every so many evaluations.
             compile: evaluate what `torch.compile` makes of the cell; or a dict of its arguments. The first solves
                 then take a minute, and there are no second derivatives. It sets two switches of torch for the
@@ -113,7 +114,7 @@ class DEQ(nn.Module):
         is_bound = hasattr(self.cell, "bind")
         f, args = self.cell.bind(*args) if is_bound else (self.cell, args)
         f = self._compiled(f)
-        hoist = self.hoist and not is_bound and not is_compiled(f)
+        hoist = self.hoist and not is_bound and can_hoist(f)
         if isinstance(self.cell, nn.Module) and torch.is_grad_enabled():
             f = WithParameters(f, self.cell)
         if adjoint.owns_forward:

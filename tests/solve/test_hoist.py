@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deqkit import DEQ, Tolerance, fixed_point
 from deqkit.analysis.solver_bench.cells import CELLS, CellSize
-from deqkit.solve import FixedPointIteration, Solution
+from deqkit.solve import FixedPointIteration, Solution, _hoist
 from deqkit.solve._hoist import Hoist
 from problems import normal
 
@@ -24,6 +24,13 @@ from problems import normal
 B, D = 4, 8
 TOL = Tolerance(rtol=1e-6)
 SMALL = CellSize(batch=4, length=6, width=16, heads=2, hidden=8)
+
+
+@pytest.fixture(autouse=True)
+def everything_pays(monkeypatch):
+    """These matrices are too small for it."""
+    for name in ("LEAST_SECONDS", "SECONDS_PER_CALL", "SECONDS_PER_HIT"):
+        monkeypatch.setattr(_hoist, name, 0.0)
 
 
 class Operations(TorchDispatchMode):
@@ -66,17 +73,17 @@ def products(f: Callable[..., Any], *args: Any, hoist: bool, **settings: Any) ->
     return operations.counts["mm"] + operations.counts["addmm"], int(solution.num_evals.max())
 
 
-def test_a_projection_of_the_input_is_computed_once():
+def test_a_projection_of_the_input_is_computed_no_more_than_three_times():
     def f(z: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(z @ W_DD + x @ U_DD)
 
     assert_same_solve(f, X_BD)
     num_products, num_evals = products(f, X_BD, hoist=True)
-    assert num_evals > 5 and num_products == num_evals + 1
+    assert num_evals > 5 and num_products == num_evals + 3
     assert products(f, X_BD, hoist=False) == (2 * num_evals, num_evals)
 
 
-def test_a_chain_of_calls_with_views_and_keywords_is_computed_once():
+def test_a_chain_of_calls_with_views_and_keywords_is_computed_no_more_than_three_times():
     def f(z: Tensor, x: Tensor) -> Tensor:
         padded = F.pad(x[:, :-1], (1, 0))
         both = torch.cat([padded, x.flip(-1)], dim=-1).chunk(2, dim=-1)
@@ -85,10 +92,10 @@ def test_a_chain_of_calls_with_views_and_keywords_is_computed_once():
 
     assert_same_solve(f, X_BD)
     num_products, num_evals = products(f, X_BD, hoist=True)
-    assert num_products == num_evals + 1
+    assert num_products == num_evals + 3
     with Operations() as operations:
         solve(f, X_BD, hoist=True, compact=False)
-    assert operations.counts["flip"] == operations.counts["cumsum"] == 1
+    assert operations.counts["flip"] == operations.counts["cumsum"] == 3
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -118,13 +125,13 @@ class Attention(nn.Module):
         return torch.tanh(0.3 * self.mix(z) + attended + x)
 
 
-def test_weight_norm_is_computed_once():
+def test_weight_norm_is_computed_no_more_than_three_times():
     torch.manual_seed(0)
-    cell, x = Attention().eval(), normal(5, B, 3, D)
+    cell, x = Attention(), normal(5, B, 3, D)
     assert_same_solve(cell, x)
     with Operations() as operations:
         solve(cell, x, hoist=True, compact=False)
-    assert operations.counts["_weight_norm_interface"] == 1
+    assert operations.counts["_weight_norm_interface"] == 3
 
 
 def test_spectral_norm_in_training_still_iterates():
@@ -307,9 +314,9 @@ def test_only_what_is_used_again_is_kept():
         return z + new + x.sin()
 
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(4):
             hoist.evaluate(f, X_BD.clone(), (X_BD,))
-    assert [ref() is None for ref in made] == [True, True, True]
+    assert [ref() is None for ref in made] == [True] * 4
 
 
 def test_a_cell_that_binds_sees_to_it_itself_and_an_idle_mode_is_off():
@@ -333,4 +340,192 @@ def test_a_cell_that_binds_sees_to_it_itself_and_an_idle_mode_is_off():
         return torch.tanh(z @ W_DD + x)  # nothing to compute once
 
     solve(f, X_BD, hoist=True, compact=False)
-    assert [mode is None for mode in seen] == [False, False] + [True] * (len(seen) - 2)
+    assert [mode is None for mode in seen] == [True, False] + [True] * (len(seen) - 2)
+
+
+def test_what_saves_too_little_is_not_left_out(monkeypatch):
+    seen = []
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        seen.append(torch.overrides._get_current_function_mode())
+        return torch.tanh(z @ W_DD + x @ U_DD)
+
+    monkeypatch.setattr(_hoist, "SECONDS_PER_CALL", 1.0)
+    solve(f, X_BD, hoist=True, compact=False)
+    assert [mode is None for mode in seen] == [True, False, False] + [True] * (len(seen) - 3)
+
+    seen.clear()
+    monkeypatch.setattr(_hoist, "LEAST_SECONDS", 1.0)
+    solve(f, X_BD, hoist=True, compact=False)
+    assert seen == [None] * len(seen)
+
+
+def test_equal_calls_have_results_of_their_own():
+    linear = nn.Linear(D, D, dtype=torch.float64)
+    net = nn.Sequential(linear, nn.ReLU(inplace=True))
+
+    def cloned(z: Tensor, x: Tensor) -> Tensor:
+        a, b = x.clone(), x.clone()
+        a[:, 0] = 0.5 * z[:, 0]
+        return torch.tanh(z @ W_DD + a - b)
+
+    def with_relu(z: Tensor, x: Tensor) -> Tensor:
+        return 0.3 * torch.tanh(z @ W_DD) + linear(x) - net(x)
+
+    def buffers(z: Tensor, x: Tensor) -> Tensor:
+        filled, mask = torch.zeros_like(x), torch.zeros_like(x)
+        filled.copy_(z)
+        return torch.tanh(filled @ W_DD + x @ U_DD + mask)
+
+    for f in (cloned, with_relu, buffers):
+        with torch.no_grad():
+            assert_same_solve(f, X_BD)
+
+
+class Hidden:
+    """Keeps things in a buffer, in ways that torch does not count as changes."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.kept = torch.zeros(B, D, dtype=torch.float64)
+
+    def __call__(self, z: Tensor, x: Tensor) -> Tensor:
+        inputs = x @ U_DD
+        match self.how:
+            case "data of a result":
+                inputs.data.add_(z @ W_DD)
+            case "numpy of a result":
+                values = inputs.numpy()
+                values += (z @ W_DD).numpy()
+            case "data of a buffer":
+                self.kept.data.copy_(z)
+                inputs = inputs + self.kept @ W_DD
+            case "another tensor as data":
+                self.kept.data = z
+                inputs = inputs + self.kept @ W_DD
+            case "numpy into an empty tensor":
+                out = torch.empty(B, D, dtype=torch.float64)
+                out.numpy()[:] = (z @ W_DD).numpy()
+                inputs = inputs + out
+            case "numpy into zeros":
+                out = torch.zeros(B, D, dtype=torch.float64)
+                out.numpy()[:] = (z @ W_DD).numpy()
+                inputs = inputs + out
+        return torch.tanh(inputs)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "data of a result",
+        "numpy of a result",
+        "data of a buffer",
+        "another tensor as data",
+        "numpy into an empty tensor",
+        "numpy into zeros",
+    ],
+)
+def test_changes_that_torch_does_not_count(how):
+    assert_same_solve(Hidden(how), X_BD, compact=False)
+    assert_same_solve(Hidden(how), X_BD, compact=False, solver=FixedPointIteration())
+
+
+def test_a_list_that_is_filled_with_other_tensors():
+    work: list[Tensor] = []
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        work.extend(torch.from_numpy(z.numpy().copy()) for _ in range(3))
+        joined = torch.cat(work, dim=-1)
+        work.clear()
+        return torch.tanh(joined[:, :D] @ W_DD + x @ U_DD)
+
+    for _ in range(5):
+        assert_same_solve(f, X_BD, compact=False)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padding", [False, True])
+def test_the_fast_way_through_attention_is_not_blocked(padding):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(D, 2, dim_feedforward=16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    mask = torch.zeros(B, 5, dtype=torch.bool)
+    mask[:, 3:] = padding
+    x = normal(7, B, 5, D).float()
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return 0.3 * self.encoder(z + x, src_key_padding_mask=mask[: len(z)])
+
+    cell = Cell().eval()
+    assert_same_solve(cell, x, compact=False)
+    assert_same_solve(lambda z, x: cell(z, x), x, compact=False)
+
+
+def test_lazy_modules_and_modules_that_are_made_in_the_first_call():
+    def solved(make: Callable[[], Any], *, hoist: bool) -> Tensor:
+        torch.manual_seed(0)
+        return solve(make(), X_BD.float(), hoist=hoist, compact=False).z
+
+    class Late(nn.Module):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            if not hasattr(self, "norm"):
+                self.norm, self.linear = nn.LayerNorm(D), nn.Linear(D, D)
+            return 0.3 * torch.tanh(self.linear(z) + self.norm(x))
+
+    def lazy() -> Any:
+        linear = nn.LazyLinear(D)
+        return lambda z, x: 0.3 * torch.tanh(linear(z) + linear(x))
+
+    for make in (lazy, Late):
+        assert torch.equal(solved(make, hoist=True), solved(make, hoist=False))
+
+
+def test_running_means_are_updated_as_often():
+    def means(*, hoist: bool) -> Tensor:
+        norm = nn.BatchNorm1d(D, dtype=torch.float64)
+        solve(lambda z, x: torch.tanh(z @ W_DD + norm(x) * 0.1), X_BD, hoist=hoist, compact=False)
+        return norm.running_mean  # pyright: ignore[reportReturnType]
+
+    assert torch.equal(means(hoist=True), means(hoist=False))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
+def test_forward_mode_inside_f():
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        slope = torch.func.jvp(lambda y: torch.sin(y @ U_DD) * X_BD.cos(), (x,), (X_BD,))[1]
+        return 0.3 * slope + 0.1 * z
+
+    assert_same_solve(f, X_BD, compact=False)
+
+
+def test_a_result_that_f_differentiates_by():
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        y = x.detach().clone()
+        with torch.enable_grad():
+            y.requires_grad_()
+            (torch.tanh(y @ U_DD) * z.detach()).sum().backward()
+        assert y.grad is not None
+        return torch.tanh(z @ W_DD + 0.3 * y.grad)
+
+    assert_same_solve(f, X_BD, compact=False)
+
+
+def test_what_would_need_much_memory_is_not_kept():
+    alive: list[weakref.ref[Tensor]] = []
+    most = Counter[str]()
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        y = x
+        for _ in range(40):
+            y = torch.sin(y @ U_DD)
+            alive.append(weakref.ref(y))
+            most["alive"] = max(most["alive"], sum(ref() is not None for ref in alive))
+        return torch.tanh(z @ W_DD + y)
+
+    assert_same_solve(f, X_BD)
+    assert 1 < most["alive"] <= 20

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqkit.solve._hoist import Hoist, is_compiled, own_solve
+from deqkit.solve._hoist import Hoist, can_hoist, own_solve
 from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
 from deqkit.solve._packing import Packing, check_batch_first, select, tensors_in
 from deqkit.solve._solution import Solution, Status, raise_if_failed
@@ -51,8 +51,8 @@ def fixed_point(
         compact: let samples leave the batch when they are done. It needs `args` to know what belongs to a sample: an
             f that closes over its batch is solved without. Results are the same up to rounding.
         hoist: compute what f makes of anything but z (projections of its arguments, normalised weights, masks) in the
-            first evaluation and not again, which needs the memory for it. Results are the same. Not in inference mode,
-            nor for an f that is compiled.
+            first evaluations and not again, which needs the memory for it. Results are the same. Not in inference
+            mode, nor for an f that is compiled.
         check_every: look at the verdicts every so many evaluations (each look waits for the device). Samples that are
             done stay as they are in between, so results do not depend on it.
         trace: record the residual of every evaluation.
@@ -79,7 +79,7 @@ def fixed_point(
     )
     with torch.no_grad():
         start_BPN = packing.pack(z0).clone()  # the result must not share memory with the caller's z0
-        hoist = hoist and not is_compiled(f)
+        hoist = hoist and can_hoist(f)
         solution = iterate(lambda: FunctionProblem(f, packing, args, hoist=hoist), start_BPN, solver, options, packing)
     solution.z = packing.unpack(solution.z)
     if throw:
@@ -157,6 +157,7 @@ class FunctionProblem:
         if torch.equal(before, _random_state(self._packing.device)):
             self._num_checks = 0
             return fz_BPN
+        self._hoist = None  # it draws random numbers
         again_BPN = self._packing.pack(self._apply(state))
         if not torch.equal(fz_BPN.nan_to_num(), again_BPN.nan_to_num()):
             raise ValueError(NOT_FIXED)
@@ -173,7 +174,9 @@ class FunctionProblem:
         if self._is_whole:
             self._is_whole = False
             self._check_independence(select((at.z_BPN, at.fz_BPN), index[:2]))
-        self._hoist = None if hoist is None else Hoist()
+        if hoist is not None:
+            hoist.begin_again()
+            self._hoist = hoist
 
     def _check_independence(self, was: tuple[Tensor, Tensor]) -> None:
         """f must give two of the samples alone what it gave them beside all others, or none may leave."""
@@ -244,8 +247,10 @@ def iterate(
     packing: Packing,
 ) -> Solution:
     """Run the loop on a packed state; with a `Fallback`, once for every solver that is needed."""
-    with own_solve():
-        return _iterate(make_problem, z_BPN, solver, options, packing)
+    with own_solve() as tell:
+        solution = _iterate(make_problem, z_BPN, solver, options, packing)
+        tell(solution.z)
+    return solution
 
 
 def _iterate(

@@ -2,162 +2,201 @@
 
 from __future__ import annotations
 
-import dataclasses
+import collections
+import enum
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deqkit.solve._calls import Kept, has_version, identity, results_have_more_than_values, versions_of
 from deqkit.solve._packing import tensors_in
 
-PLAIN = (int, float, complex, bool, str, type(None), type(...))
-PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Arguments that are what they look like: two of them are the same if they are equal."""
+LEAST_SECONDS = 5e-4
+"""What an evaluation must take, or it is not worth watching."""
+SECONDS_PER_CALL, SECONDS_PER_HIT = 3e-6, 10e-6
+"""About what it takes to watch a call, and to leave one out: what does not save twice that is not worth it."""
+MOST_BYTES = 8
+"""What is kept may be so many times as large as the state and what it was computed from."""
+LEFT_ALONE = {"batch_norm", "instance_norm"}  # they change running means, which torch does not count
+LEFT_ALONE |= {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}  # they compute nothing
+LEFT_ALONE |= {"tensor", "as_tensor", "asarray"}  # of lists, which may be long
+"""Functions whose results are not kept."""
+
+
+class _Phase(enum.Enum):
+    TIMING = "f is evaluated as it is, to see whether it takes long enough"
+    NOTING = "calls that are given nothing made from the state are noted, with their results"
+    TRYING = "they are made all the same, and results that have changed are forgotten"
+    USING = "they are left out"
+    OFF = "there is nothing to leave out"
 
 
 class Hoist(TorchFunctionMode):
-    """Evaluates f again and again, and what does not depend on its state once.
+    """Evaluates f again and again, and what does not depend on its state only at first.
 
-    The first evaluation notes every call of torch that is given nothing made from the state and does nothing but
-    compute: no random numbers, no changes in place. Later ones take its result from there if the call is the same:
-    the same function, the very same tensors, unchanged since (torch counts changes in place), and the same numbers.
-    So an f of any kind gives what it would give otherwise, to the last bit.
+    A call of torch is left out if it is the same as one in the second evaluation: the same function, the very same
+    tensors, unchanged since (torch counts changes in place), the same numbers. The third evaluation makes these calls
+    once more, to see that they give the same, bit by bit, and how long they take. So f gives what it would give
+    otherwise, and what was changed behind torch's back (through `.data`, NumPy or another process) is not kept.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_evals = 0
-        self._kept: dict[tuple[Any, ...], _Kept] = {}
+        self._phase = _Phase.TIMING
+        self._kept: dict[tuple[Any, ...], Kept] = {}
         self._functions: set[Any] = set()
-        self._moving = WeakIdKeyDictionary()  # tensors made from the state, in the first evaluation
+        self._trusted: set[tuple[Any, int]] | None = None  # function and place of the calls that were tried
+        self._num_noted = self._num_calls = 0
+        self._roots: dict[int, int] = {}  # bytes of the state and of what kept tensors were computed from
+        self._made: set[int] = set()
+        self._bytes = 0
+        self._times: collections.Counter[tuple[Any, ...]] = collections.Counter()  # the same calls in one evaluation
+        self._moving = WeakIdKeyDictionary()  # tensors made from the state, while calls are noted
+        self._is_in_the_way = False
 
     def evaluate(self, f: Callable[..., Any], state: Any, args: tuple[Any, ...]) -> Any:
         """f(state, *args)."""
-        # Nothing was found; or tensors do not count their changes.
-        if (self._num_evals > 1 and not self._kept) or torch.is_inference_mode_enabled():
+        if self._phase is _Phase.OFF or torch.is_inference_mode_enabled():  # there tensors do not count changes
             return f(state, *args)
-        self._mark_as_moving(state if self._num_evals == 0 else ())
+        if self._phase is _Phase.TIMING:
+            return self._time(f, state, args)
+        self._times.clear()
+        self._num_calls = 0
+        if self._phase is _Phase.NOTING:
+            self.mark_as_moving(state)
+            self._roots = {id(tensor): tensor.nbytes for tensor in tensors_in(state)}
         with _working(self), self:
             output = f(state, *args)
-        self._num_evals += 1
-        if self._num_evals == 2:
-            self._kept = {key: kept for key, kept in self._kept.items() if kept.was_used}
-        if self._num_evals <= 2:
-            self._functions = {key[0] for key in self._kept}
-            self._moving.clear()
+        if self._is_in_the_way:
+            self.turn_off()
+            return f(state, *args)
+        self._go_on()
         return output
+
+    def _time(self, f: Callable[..., Any], state: Any, args: tuple[Any, ...]) -> Any:
+        began = time.perf_counter()
+        output = f(state, *args)
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(state))
+        if on_cpu and time.perf_counter() - began < LEAST_SECONDS:
+            self.turn_off()
+        else:
+            self._phase = _Phase.NOTING
+        return output
+
+    def begin_again(self) -> None:
+        """For other arguments of the same f, as when samples have left: what was tried need not be tried again."""
+        if self._phase not in (_Phase.OFF, _Phase.TIMING):
+            self._phase, self._num_noted, self._bytes = _Phase.NOTING, 0, 0
+            self._kept.clear()
+            self._made.clear()
+
+    def turn_off(self) -> None:
+        self._phase = _Phase.OFF
+        self._kept.clear()
+        self._moving.clear()
+
+    def mark_as_moving(self, tree: Any) -> None:
+        """Tell that these tensors were made from the state."""
+        if self._phase is _Phase.NOTING:
+            for tensor in tensors_in(tree):
+                self._moving[tensor] = None
+
+    def _go_on(self) -> None:
+        if self._phase is _Phase.USING:
+            return
+        if self._phase is _Phase.NOTING:
+            self._moving.clear()
+            self._phase = _Phase.TRYING if self._trusted is None else _Phase.USING
+        else:
+            tried = {key: kept for key, kept in self._kept.items() if kept.stood_the_trial()}
+            self._trusted = {(key[0], kept.place) for key, kept in tried.items()} if self._pays(tried) else set()
+            self._phase = _Phase.USING
+        if self._trusted is not None:
+            trusted = self._trusted
+            self._kept = {key: kept for key, kept in self._kept.items() if (key[0], kept.place) in trusted}
+        self._functions = {key[0] for key in self._kept}
+        if not self._kept:
+            self.turn_off()
+
+    def _pays(self, tried: dict[Any, Kept]) -> bool:
+        if any(kept.results[0].device.type != "cpu" for kept in tried.values()):
+            return True  # a clock here does not tell what another device saves
+        saved = sum(kept.seconds for kept in tried.values())
+        return saved > 2 * (SECONDS_PER_CALL * self._num_calls + SECONDS_PER_HIT * len(tried))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        # With gradients on, a result has a graph, which serves one backward pass only (an f that differentiates).
-        if _now.hoist is not self or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # first, or the compiler would look at all that follows
             return func(*args, **kwargs)
-        if self._num_evals == 0:
+        if _now.hoist is not self or self._phase is _Phase.OFF:
+            return func(*args, **kwargs)
+        self._num_calls += 1
+        if self._phase is _Phase.NOTING:
             return self._note(func, args, kwargs)
-        if func not in self._functions:
+        if func not in self._functions or results_have_more_than_values():
             return func(*args, **kwargs)
-        kept = self._find(_key(func, args, kwargs))
-        return func(*args, **kwargs) if kept is None else kept.output
+        kept = self._find(self._key(func, args, kwargs))
+        if kept is None:
+            return func(*args, **kwargs)
+        if self._phase is _Phase.TRYING:
+            began = time.perf_counter()
+            output = func(*args, **kwargs)
+            seconds = time.perf_counter() - began
+            if not kept.is_same_as(output):
+                return output
+            kept.seconds, kept.again = seconds, output
+        return kept.output
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(tensor in self._moving for tensor in tensors_in((args, kwargs))):
-            output = func(*args, **kwargs)
-            self._mark_as_moving(output)
-            return output
-        key = _key(func, args, kwargs)
-        if key is None:
+        if func is F.multi_head_attention_forward and kwargs.get("training") is False:
+            self._is_in_the_way = True  # a mode like this one keeps torch from its fast way
+        if getattr(func, "__name__", "") in LEFT_ALONE:
             return func(*args, **kwargs)
-        if (kept := self._find(key)) is not None:
-            return kept.output
-        with _Watch() as watch:
+        tensors = tensors_in((args, kwargs))
+        if any(tensor in self._moving for tensor in tensors):
             output = func(*args, **kwargs)
-        tensors = [output] if isinstance(output, Tensor) else list(output) if type(output) is tuple else []
-        if watch.only_computed and tensors and all(isinstance(t, Tensor) and not t.is_inference() for t in tensors):
-            versions = tuple(t._version for t in tensors)
-            self._kept[key] = _Kept(output=output, tensors=tensors, versions=versions, inputs=(args, kwargs))
+            self.mark_as_moving(output)
+            return output
+        key = None if results_have_more_than_values() else self._key(func, args, kwargs)
+        output = func(*args, **kwargs)
+        results = [output] if isinstance(output, Tensor) else list(output) if type(output) is tuple else []
+        if key is None or not results or not all(has_version(result) for result in results):
+            return output
+        if key[1] == versions_of(tensors):  # nothing was changed in place
+            self._keep(key, Kept(output=output, results=results, inputs=tensors, place=self._num_noted))
+        self._num_noted += 1
         return output
 
-    def _find(self, key: tuple[Any, ...] | None) -> _Kept | None:
+    def _keep(self, key: tuple[Any, ...], kept: Kept) -> None:
+        self._roots |= {id(tensor): tensor.nbytes for tensor in kept.inputs if id(tensor) not in self._made}
+        self._made |= {id(result) for result in kept.results}
+        self._bytes += sum(result.nbytes for result in kept.results if result._base is None)
+        self._kept[key] = kept
+        if self._bytes > MOST_BYTES * sum(self._roots.values()):
+            self.turn_off()
+
+    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """What tells a call from others; None where that cannot be known.
+
+        The same call a second time in one evaluation is another one: each has a result of its own, which f may change.
+        """
+        if (call := identity(func, args, kwargs)) is None:
+            return None
+        self._times[call] += 1
+        return (*call, self._times[call])
+
+    def _find(self, key: tuple[Any, ...] | None) -> Kept | None:
         kept = None if key is None else self._kept.get(key)
-        if kept is None or any(t._version != was for t, was in zip(kept.tensors, kept.versions, strict=True)):
-            return None
-        kept.was_used = True
-        return kept
-
-    def _mark_as_moving(self, tree: Any) -> None:
-        for tensor in tensors_in(tree):
-            self._moving[tensor] = None
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Kept:
-    """The result of a call. Its inputs are held too: another tensor could otherwise take on the identity of one."""
-
-    output: Any
-    tensors: list[Tensor]
-    versions: tuple[int, ...]
-    inputs: Any
-    was_used: bool = False
-
-
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What tells a call from others; None where that is not known of one of its arguments."""
-    parts: list[Any] = [func]
-    if not all(_describe(value, parts) for value in args):
-        return None
-    for name, value in kwargs.items():
-        parts.append(name)
-        if not _describe(value, parts):
-            return None
-    for tensor in tensors_in((args, kwargs))[:1]:
-        device = tensor.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            parts.append(torch.get_autocast_dtype(device))
-    return tuple(parts)
-
-
-def _describe(value: Any, parts: list[Any]) -> bool:
-    """Append what identifies a value; False if nothing does."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        if value.is_inference():
-            return False
-        parts += (id(value), value._version)
-    elif kind in PLAIN:
-        parts += (kind, value)  # 1, 1.0 and True are equal, but not the same argument
-    elif kind is slice:
-        parts.append(slice)
-        return all(_describe(part, parts) for part in (value.start, value.stop, value.step))
-    elif isinstance(value, tuple | list):
-        parts += (kind, len(value))
-        return all(_describe(part, parts) for part in value)
-    else:
-        return False
-    return True
-
-
-class _Watch(TorchDispatchMode):
-    """Whether what torch does is to compute new values, and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._computes: set[bool] = set()
-
-    @property
-    def only_computed(self) -> bool:
-        return self._computes == {True}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        self._computes.add(func.namespace == "aten" and not func._schema.is_mutable and not random)
-        return func(*args, **({} if kwargs is None else kwargs))
+        return kept if kept is not None and kept.is_unchanged() else None
 
 
 class _Now(threading.local):
@@ -177,17 +216,26 @@ def _working(hoist: Hoist | None) -> Iterator[None]:
         _now.hoist = before
 
 
-def own_solve() -> Any:
-    """A context for a solve, whose operations are none of f of the equilibrium it may be inside of."""
-    return _working(None)
+@contextmanager
+def own_solve() -> Iterator[Callable[[Any], None]]:
+    """A context for a solve, whose operations are none of f of the equilibrium it may be inside of.
+
+    It yields a function to be called with the result.
+    """
+    outer = _now.hoist
+    with _working(None):
+        yield lambda result: None if outer is None else outer.mark_as_moving(result)
 
 
-def is_compiled(f: Any) -> bool:
-    """Whether `torch.compile` has made f or a part of it: compiled code is left as it is."""
-    if "torch._dynamo" not in sys.modules:
+def can_hoist(f: Any) -> bool:
+    """Whether f may be watched: not if `torch.compile` made it or a part of it, nor if that would keep torch from its
+    fast way through attention."""
+    parts = list(f.modules()) if isinstance(f, nn.Module) else [f]
+    if any(isinstance(part, nn.MultiheadAttention) and not part.training for part in parts):
         return False
-    parts = f.modules() if isinstance(f, nn.Module) else [f]
-    return any(
+    if "torch._dynamo" not in sys.modules:
+        return True
+    return not any(
         hasattr(part, "dynamo_ctx")
         or hasattr(part, "_torchdynamo_orig_callable")
         or getattr(part, "_compiled_call_impl", None) is not None

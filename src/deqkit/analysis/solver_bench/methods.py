@@ -125,6 +125,7 @@ def _deqkit_methods() -> list[Method]:
     return [
         Method(library="deqkit", name="default", build=_deqkit()),
         Method(library="deqkit", name="default, compact=False", build=_deqkit(compact=False)),
+        Method(library="deqkit", name="default, hoist=False", build=_deqkit(hoist=False)),
         # The error of the gradient comes mostly from the forward solve: the same effort, better spent.
         Method(library="deqkit", name="0.4 tol fwd, 3 tol bwd", build=_deqkit(forward_factor=0.4, backward_factor=3.0)),
         Method(
@@ -160,6 +161,7 @@ def _deqkit(
     solver: Any = None,
     adjoint_solver: Any = None,
     compact: bool = True,
+    hoist: bool = True,
     forward_factor: float = 1.0,
     backward_factor: float = 1.0,
 ) -> Callable[[nn.Module, Settings], Solve]:
@@ -170,7 +172,8 @@ def _deqkit(
         tol = Tolerance(rtol=forward_factor * settings.tol)
         backward_tol = Tolerance(rtol=backward_factor * settings.tol)
         adjoint = Implicit(tol=backward_tol, max_steps=settings.max_steps, compact=compact, **adjoint_options)
-        deq = DEQ(cell, solver=solver, tol=tol, max_steps=settings.max_steps, compact=compact, adjoint=adjoint)
+        settled: dict[str, Any] = {"max_steps": settings.max_steps, "compact": compact, "hoist": hoist}
+        deq = DEQ(cell, solver=solver, tol=tol, adjoint=adjoint, **settled)
 
         def solve(x: Tensor) -> Equilibrium:
             z, solution = deq(x, return_solution=True)
