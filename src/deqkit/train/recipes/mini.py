@@ -185,13 +185,17 @@ def _mini_model(vocabulary: VocabularyConfig, *, width: int, hidden_width: int) 
 
 
 def _mini(vocabulary: VocabularyConfig, name: str, source: str) -> TrainConfig:
+    # With 5e-2 the perplexity of ptb-mini is 0.15 % higher; with 5e-3 it is 0.1 % lower, for half as many evaluations
+    # again.
+    model = replace(_mini_model(vocabulary, width=160, hidden_width=800), eval_tol=Tolerance(rtol=3e-2))
     return TrainConfig(
         recipe=name,
-        model=_mini_model(vocabulary, width=160, hidden_width=800),
+        model=model,
         data=DataConfig(source=source, batch=32, length=64, eval_batch=32),
         optimiser=OptimiserConfig(name="adamw", lr=4e-3, betas=(0.9, 0.98), clip=0.5, warmup_steps=60, floor=0.03),
         devices=DeviceConfig(warmup_depth=4, warmup_steps=1_800),
-        regulariser=RegulariserConfig(spectral=0.02),
+        # A weight of 0.02 costs 0.2 % of perplexity on Penn Treebank and saves a tenth of an evaluation.
+        regulariser=RegulariserConfig(spectral=0.005),
         steps=2_400,
         eval_every=300,
         checkpoint_every=100,
