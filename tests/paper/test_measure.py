@@ -3,13 +3,14 @@
 import math
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from deqkit.model import SequenceModel, num_parameters
 from deqkit.paper import copy_memory, language
-from deqkit.paper.measure import COLUMNS, Contender, compare, measure, spread, table, verdict_of
+from deqkit.paper.measure import COLUMNS, Contender, compare, measure, ratios, relative, spread, table, verdict_of
 from deqkit.paper.workshop import Workshop
 from deqkit.train.recipes import layers
 from deqkit.train.tasks import make_task
@@ -79,6 +80,9 @@ def test_too_little_to_compare_is_an_error(workshop, corpus):
     ]
     with pytest.raises(ValueError, match="leaves too little of one, other to compare"):
         compare(replace(workshop, seeds=(7,)), contenders)
+    apart = [contenders[0], Contender(label="other", config=lambda workshop: stack(corpus), seeds=(7,))]
+    with pytest.raises(ValueError, match="one and other have no seed in common"):
+        compare(workshop, apart)
 
 
 def test_with_a_contender_missing_a_claim_can_fail_but_not_hold(workshop, corpus):
@@ -92,6 +96,18 @@ def test_with_a_contender_missing_a_claim_can_fail_but_not_hold(workshop, corpus
     assert verdict_of(True, contenders, found) == (None, " Not trained: third.")
     assert verdict_of(False, contenders, found)[0] is False
     assert verdict_of(True, contenders[:2], found) == (True, "")
+
+
+def run_of(seed: int, perplexity: float) -> dict[str, Any]:
+    return {"seed": seed, "headline": "perplexity", "test": {"perplexity": perplexity}}
+
+
+def test_models_are_compared_seed_by_seed():
+    """A hard seed that only one of them has says nothing."""
+    one = {"runs": [run_of(0, 99.0), run_of(1, 120.0), run_of(2, 500.0)]}
+    other = {"runs": [run_of(1, 100.0), run_of(0, 110.0)]}
+    assert ratios(one, other) == [0.9, 1.2]
+    assert relative(one, other) == pytest.approx(math.sqrt(0.9 * 1.2))
 
 
 def test_rows_of_the_language_models(workshop, corpus, monkeypatch):

@@ -106,7 +106,7 @@ def compare(workshop: Workshop, contenders: Sequence[Contender]) -> list[dict[st
     """Measure every contender with its seeds; those of which no seed may be trained, and none is there, are left out.
 
     Raises:
-        ValueError: fewer than two are left to compare.
+        ValueError: fewer than two are left to compare, or they have no seed in common.
     """
     found = []
     for contender in contenders:
@@ -117,6 +117,9 @@ def compare(workshop: Workshop, contenders: Sequence[Contender]) -> list[dict[st
     if len(found) < 2 or found[0]["label"] != contenders[0].label:
         names = ", ".join(contender.label for contender in contenders)
         raise ValueError(f"--seeds {workshop.seeds} leaves too little of {names} to compare: allow more seeds")
+    for other in found[1:]:
+        if not set(other["seeds"]) & set(found[0]["seeds"]):
+            raise ValueError(f"{found[0]['label']} and {other['label']} have no seed in common: allow more seeds")
     return found
 
 
@@ -139,6 +142,18 @@ def _over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "lowest": min(tests),
         "highest": max(tests),
     }
+
+
+def ratios(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    """The first one's figure as a multiple of the other's, for every seed that both have: the same seed is the same
+    data, and for layers and an equilibrium of one cell the same shallow start."""
+    figures = [{run["seed"]: run["test"][run["headline"]] for run in model["runs"]} for model in (one, other)]
+    return [figures[0][seed] / figures[1][seed] for seed in figures[0] if seed in figures[1]]
+
+
+def relative(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Their geometric mean: a seed with a high perplexity does not outweigh the others."""
+    return statistics.geometric_mean(ratios(one, other))
 
 
 def spread(found: dict[str, Any], form: str = ".1f") -> str:
