@@ -224,6 +224,7 @@ def _trellis_mini(vocabulary: VocabularyConfig) -> TrainConfig:
         start="zeros",
         solver=Broyden(memory=2, group="prefix"),
         max_steps=30,
+        eval_tol=Tolerance(rtol=5e-2),
         adjoint=Implicit(solver=Anderson(memory=2), tol=Tolerance(rtol=5e-2), max_steps=20),
     )
     return replace(
