@@ -29,7 +29,7 @@ SMALL = CellSize(batch=4, length=6, width=16, heads=2, hidden=8)
 @pytest.fixture(autouse=True)
 def everything_pays(monkeypatch):
     """These matrices are too small for it."""
-    for name in ("LEAST_SECONDS", "SECONDS_PER_CALL", "SECONDS_PER_HIT"):
+    for name in ("LEAST_SECONDS", "SECONDS_TO_NOTE", "SECONDS_PER_CALL", "SECONDS_PER_HIT"):
         monkeypatch.setattr(_hoist, name, 0.0)
 
 
@@ -88,7 +88,8 @@ def test_a_chain_of_calls_with_views_and_keywords_is_computed_no_more_than_three
         padded = F.pad(x[:, :-1], (1, 0))
         both = torch.cat([padded, x.flip(-1)], dim=-1).chunk(2, dim=-1)
         inputs = torch.addmm(both[0], both[1], U_DD.mT, beta=1, alpha=0.5)
-        return torch.tanh(z @ W_DD + inputs * torch.ones(D, dtype=z.dtype).cumsum(0) / D)
+        scale = torch.full((1,), 0.5, dtype=z.dtype).expand(D) * x.new_tensor(2.0)
+        return torch.tanh(z @ W_DD + inputs * torch.ones(D, dtype=z.dtype).cumsum(0) / D * scale)
 
     assert_same_solve(f, X_BD)
     num_products, num_evals = products(f, X_BD, hoist=True)
@@ -500,7 +501,12 @@ def test_forward_mode_inside_f():
         slope = torch.func.jvp(lambda y: torch.sin(y @ U_DD) * X_BD.cos(), (x,), (X_BD,))[1]
         return 0.3 * slope + 0.1 * z
 
+    def pulled_back(z: Tensor, x: Tensor) -> Tensor:
+        pull: Any = torch.func.vjp(lambda y: torch.tanh(y @ W_DD + x @ U_DD), z)[1]
+        return 0.2 * pull(X_BD.sin())[0] + x
+
     assert_same_solve(f, X_BD, compact=False)
+    assert_same_solve(pulled_back, X_BD, compact=False)
 
 
 def test_a_result_that_f_differentiates_by():
@@ -529,3 +535,88 @@ def test_what_would_need_much_memory_is_not_kept():
 
     assert_same_solve(f, X_BD)
     assert 1 < most["alive"] <= 20
+
+
+def test_many_small_calls_are_not_watched(monkeypatch):
+    monkeypatch.undo()
+    seen = Counter[str]()
+
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        for place in range(200):
+            seen[f"watched {place}"] += torch.overrides._get_current_function_mode() is not None
+            z = 0.9 * torch.tanh(z) + 0.1 * x
+        return z
+
+    monkeypatch.setattr(_hoist, "LEAST_SECONDS", 0.0)
+    assert_same_solve(f, X_BD, compact=False)
+    assert max(seen.values()) <= 1  # in one evaluation, most of it no longer
+
+
+def test_random_numbers_under_a_seed_of_their_own():
+    def f(z: Tensor, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            x = F.dropout(x, 0.2)
+            z = F.dropout(z, 0.2)
+        return torch.tanh(z @ W_DD + x @ U_DD)
+
+    assert_same_solve(f, X_BD, compact=False)
+
+
+def test_zeros_of_another_sign_are_other_results():
+    calls = Counter[str]()
+
+    def make() -> Callable[..., Tensor]:
+        calls.clear()
+        zero = torch.zeros(D, dtype=torch.float64)
+
+        def f(z: Tensor, x: Tensor) -> Tensor:
+            calls["f"] += 1
+            zero.numpy()[:] = -0.0 if calls["f"] > 2 else 0.0
+            return torch.tanh(z @ W_DD + x * torch.copysign(torch.ones(D, dtype=torch.float64), zero * 1))
+
+        return f
+
+    settings: dict[str, Any] = {"compact": False, "solver": FixedPointIteration()}
+    with_it, without = (solve(make(), X_BD, hoist=hoist, **settings).z for hoist in (True, False))
+    assert torch.equal(with_it, without)
+
+
+def test_factorisations_are_kept_and_nested_tensors_left_alone():
+    def factors(z: Tensor, x: Tensor) -> Tensor:
+        q, r = torch.linalg.qr(U_DD)
+        return torch.tanh(z @ W_DD + x @ q @ r)
+
+    assert_same_solve(factors, X_BD)
+    with Operations() as operations:
+        solve(factors, X_BD, hoist=True, compact=False)
+    assert operations.counts["linalg_qr"] == 3
+
+    parts = torch.nested.as_nested_tensor([X_BD[0, :3], X_BD[1, :5]], layout=torch.jagged)
+
+    def nested(z: Tensor, x: Tensor) -> Tensor:
+        padded = torch.nested.to_padded_tensor(parts * 2, 0.0)
+        return torch.tanh(z @ W_DD + x @ U_DD + padded.sum())
+
+    assert_same_solve(nested, X_BD)
+
+
+def test_calls_that_shift_when_samples_leave_are_tried_again():
+    """What was found out before samples left is found out again, wherever the call then stands."""
+
+    def make() -> Callable[..., Tensor]:
+        buffer = torch.zeros(B, D, dtype=torch.float64)
+
+        def f(z: Tensor, x: Tensor, gain: Tensor) -> Tensor:
+            rows = torch.stack([row * 1.0 for row in x.unbind(0)])
+            buffer.numpy()[: len(z)] = z.numpy()
+            return torch.tanh(gain * ((buffer * 1.0)[: len(z)] @ W_DD) + rows @ U_DD)
+
+        return f
+
+    gain = torch.tensor([0.1, 0.1, 0.1, 1.9], dtype=torch.float64).unsqueeze(1)
+    found = [
+        fixed_point(make(), torch.zeros_like(X_BD), (X_BD, gain), tol=TOL, solver=FixedPointIteration(), hoist=hoist)
+        for hoist in (True, False)
+    ]
+    assert torch.equal(found[0].z, found[1].z)

@@ -47,9 +47,14 @@ class Kept:
     def is_same_as(self, output: Any) -> bool:
         others = output if isinstance(output, tuple) else (output,)
         return len(others) == len(self.results) and all(
-            a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and torch.equal(a, b)
+            a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
             for a, b in zip(self.results, others, strict=True)
         )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Tells 0 from -0, and takes nan for nan."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -73,13 +78,23 @@ def identity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 def has_version(value: Any) -> bool:
     """Whether changes in place can be told, and values compared."""
     return (
-        isinstance(value, Tensor)
-        and not nn.parameter.is_lazy(value)
+        type(value) in (Tensor, nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore[reportAttributeAccessIssue]
         and not value.is_inference()
         and value.layout is torch.strided
-        and not value.is_quantized
-        and not value.is_meta
+        and not (value.is_nested or value.is_quantized or value.is_meta or value.is_conj() or value.is_neg())
     )
+
+
+def storages(tensors: list[Tensor]) -> dict[int, int]:
+    """The bytes of their memory, by its identity."""
+    return {memory._cdata: memory.nbytes() for memory in (tensor.untyped_storage() for tensor in tensors)}
+
+
+def random_state(device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
 
 
 def versions_of(tensors: list[Tensor]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deqkit.solve._calls import random_state
 from deqkit.solve._hoist import Hoist, can_hoist, own_solve
 from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
 from deqkit.solve._packing import Packing, check_batch_first, select, tensors_in
@@ -147,14 +148,14 @@ class FunctionProblem:
     def _evaluate_and_check(self, z_BPN: Tensor) -> Tensor:
         """Check what f returns, what it leaves of its arguments, and whether it draws random numbers that matter."""
         state = self._packing.unpack(z_BPN)
-        before = _random_state(self._packing.device)
+        before = random_state(self._packing.device)
         seen = [_Version(t) for t in (z_BPN, *tensors_in(self._args))]
         output = self._apply(state)
         if any(version.has_changed() for version in seen):
             raise ValueError(IN_PLACE)
         self._packing.check_output(output, z_BPN.shape[0], autocast=self._autocast_dtype() is not None)
         fz_BPN = self._packing.pack(output)
-        if torch.equal(before, _random_state(self._packing.device)):
+        if torch.equal(before, random_state(self._packing.device)):
             self._num_checks = 0
             return fz_BPN
         self._hoist = None  # it draws random numbers
@@ -311,9 +312,3 @@ def join(first: Solution, second: Solution, open_B: Tensor | None = None) -> Sol
         independent=first.independent or second.independent,
         solver_state=second.solver_state,
     )
-
-
-def _random_state(device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()

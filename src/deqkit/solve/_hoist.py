@@ -17,19 +17,31 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deqkit.solve._calls import Kept, has_version, identity, results_have_more_than_values, versions_of
+from deqkit.solve._calls import (
+    Kept,
+    has_version,
+    identity,
+    random_state,
+    results_have_more_than_values,
+    storages,
+    versions_of,
+)
 from deqkit.solve._packing import tensors_in
 
 LEAST_SECONDS = 5e-4
 """What an evaluation must take, or it is not worth watching."""
-SECONDS_PER_CALL, SECONDS_PER_HIT = 3e-6, 10e-6
-"""About what it takes to watch a call, and to leave one out: what does not save twice that is not worth it."""
-MOST_BYTES = 8
-"""What is kept may be so many times as large as the state and what it was computed from."""
+SECONDS_TO_NOTE = 40e-6
+"""About what it takes to note a call and to try it. All together may take a quarter of an evaluation: an f of many
+small calls is not worth watching either."""
+SECONDS_PER_CALL, SECONDS_PER_HIT = 10e-6, 20e-6
+"""The same for calls that are watched later, and for those left out: what does not save twice that does not pay."""
+MOST_BYTES = 4
+"""What is kept may be so many times as large as the state and what it was computed from; while it is tried, twice."""
 LEFT_ALONE = {"batch_norm", "instance_norm"}  # they change running means, which torch does not count
 LEFT_ALONE |= {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}  # they compute nothing
-LEFT_ALONE |= {"tensor", "as_tensor", "asarray"}  # of lists, which may be long
 """Functions whose results are not kept."""
+NOT_LOOKED_AT = {"tensor", "as_tensor", "asarray"}
+"""Nor are those of these, whose arguments are lists that may be long."""
 
 
 class _Phase(enum.Enum):
@@ -46,16 +58,19 @@ class Hoist(TorchFunctionMode):
     A call of torch is left out if it is the same as one in the second evaluation: the same function, the very same
     tensors, unchanged since (torch counts changes in place), the same numbers. The third evaluation makes these calls
     once more, to see that they give the same, bit by bit, and how long they take. So f gives what it would give
-    otherwise, and what was changed behind torch's back (through `.data`, NumPy or another process) is not kept.
+    otherwise; what it changes behind torch's back (through `.data`, NumPy or another process) is found out then.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._phase = _Phase.TIMING
+        self._seconds = float("inf")  # that an evaluation takes, where a clock tells
         self._kept: dict[tuple[Any, ...], Kept] = {}
         self._functions: set[Any] = set()
-        self._trusted: set[tuple[Any, int]] | None = None  # function and place of the calls that were tried
-        self._num_noted = self._num_calls = 0
+        self._known: set[int] = set()  # tensors that calls which are kept are given
+        self._noted: list[Any] = []  # the functions of an evaluation, in order
+        self._trusted: tuple[list[Any], set[int]] | None = None  # the same when they were tried, and which may be kept
+        self._num_calls = 0
         self._roots: dict[int, int] = {}  # bytes of the state and of what kept tensors were computed from
         self._made: set[int] = set()
         self._bytes = 0
@@ -73,7 +88,7 @@ class Hoist(TorchFunctionMode):
         self._num_calls = 0
         if self._phase is _Phase.NOTING:
             self.mark_as_moving(state)
-            self._roots = {id(tensor): tensor.nbytes for tensor in tensors_in(state)}
+            self._roots = storages(tensors_in(state))
         with _working(self), self:
             output = f(state, *args)
         if self._is_in_the_way:
@@ -86,7 +101,9 @@ class Hoist(TorchFunctionMode):
         began = time.perf_counter()
         output = f(state, *args)
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_in(state))
-        if on_cpu and time.perf_counter() - began < LEAST_SECONDS:
+        if on_cpu:
+            self._seconds = time.perf_counter() - began
+        if self._seconds < LEAST_SECONDS:
             self.turn_off()
         else:
             self._phase = _Phase.NOTING
@@ -95,9 +112,9 @@ class Hoist(TorchFunctionMode):
     def begin_again(self) -> None:
         """For other arguments of the same f, as when samples have left: what was tried need not be tried again."""
         if self._phase not in (_Phase.OFF, _Phase.TIMING):
-            self._phase, self._num_noted, self._bytes = _Phase.NOTING, 0, 0
-            self._kept.clear()
-            self._made.clear()
+            self._phase, self._bytes = _Phase.NOTING, 0
+            for notes in (self._kept, self._made, self._noted):
+                notes.clear()
 
     def turn_off(self) -> None:
         self._phase = _Phase.OFF
@@ -111,26 +128,28 @@ class Hoist(TorchFunctionMode):
                 self._moving[tensor] = None
 
     def _go_on(self) -> None:
-        if self._phase is _Phase.USING:
-            return
         if self._phase is _Phase.NOTING:
             self._moving.clear()
-            self._phase = _Phase.TRYING if self._trusted is None else _Phase.USING
-        else:
-            tried = {key: kept for key, kept in self._kept.items() if kept.stood_the_trial()}
-            self._trusted = {(key[0], kept.place) for key, kept in tried.items()} if self._pays(tried) else set()
+            known = self._trusted is not None and self._trusted[0] == self._noted
+            self._phase = _Phase.USING if known else _Phase.TRYING
+        elif self._phase is _Phase.TRYING:
+            tried = [kept for kept in self._kept.values() if kept.stood_the_trial()]
+            self._trusted = (list(self._noted), {kept.place for kept in tried} if self._pays(tried) else set())
             self._phase = _Phase.USING
-        if self._trusted is not None:
-            trusted = self._trusted
-            self._kept = {key: kept for key, kept in self._kept.items() if (key[0], kept.place) in trusted}
+        else:
+            return
+        if self._phase is _Phase.USING:
+            assert self._trusted is not None
+            self._kept = {key: kept for key, kept in self._kept.items() if kept.place in self._trusted[1]}
         self._functions = {key[0] for key in self._kept}
+        self._known = {id(tensor) for kept in self._kept.values() for tensor in kept.inputs}
         if not self._kept:
             self.turn_off()
 
-    def _pays(self, tried: dict[Any, Kept]) -> bool:
-        if any(kept.results[0].device.type != "cpu" for kept in tried.values()):
-            return True  # a clock here does not tell what another device saves
-        saved = sum(kept.seconds for kept in tried.values())
+    def _pays(self, tried: list[Kept]) -> bool:
+        if self._seconds == float("inf"):  # a clock here does not tell what another device saves
+            return True
+        saved = sum(kept.seconds for kept in tried)
         return saved > 2 * (SECONDS_PER_CALL * self._num_calls + SECONDS_PER_HIT * len(tried))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -144,42 +163,57 @@ class Hoist(TorchFunctionMode):
             return self._note(func, args, kwargs)
         if func not in self._functions or results_have_more_than_values():
             return func(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and id(args[0]) not in self._known:  # the usual case, told quickly
+            return func(*args, **kwargs)
         kept = self._find(self._key(func, args, kwargs))
         if kept is None:
             return func(*args, **kwargs)
-        if self._phase is _Phase.TRYING:
-            began = time.perf_counter()
-            output = func(*args, **kwargs)
-            seconds = time.perf_counter() - began
-            if not kept.is_same_as(output):
-                return output
+        return self._try(kept, func, args, kwargs) if self._phase is _Phase.TRYING else kept.output
+
+    def _try(self, kept: Kept, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = kept.results[0].device
+        before, began = random_state(device), time.perf_counter()
+        output = func(*args, **kwargs)
+        seconds = time.perf_counter() - began
+        if not torch.equal(
+            before, random_state(device)
+        ):  # the same numbers again, but others depend on their being drawn
+            self.turn_off()
+        elif kept.is_same_as(output):
             kept.seconds, kept.again = seconds, output
-        return kept.output
+            return kept.output
+        return output
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.multi_head_attention_forward and kwargs.get("training") is False:
             self._is_in_the_way = True  # a mode like this one keeps torch from its fast way
-        if getattr(func, "__name__", "") in LEFT_ALONE:
+        if self._num_calls * SECONDS_TO_NOTE > self._seconds / 4 or "c10d" in getattr(func, "_qualified_op_name", ""):
+            self.turn_off()  # other processes may decide otherwise, and wait for this one
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in NOT_LOOKED_AT:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         if any(tensor in self._moving for tensor in tensors):
             output = func(*args, **kwargs)
             self.mark_as_moving(output)
             return output
-        key = None if results_have_more_than_values() else self._key(func, args, kwargs)
+        alone = name in LEFT_ALONE or results_have_more_than_values()
+        key = None if alone else self._key(func, args, kwargs)
         output = func(*args, **kwargs)
-        results = [output] if isinstance(output, Tensor) else list(output) if type(output) is tuple else []
+        results = [output] if isinstance(output, Tensor) else list(output) if isinstance(output, tuple) else []
         if key is None or not results or not all(has_version(result) for result in results):
             return output
-        if key[1] == versions_of(tensors):  # nothing was changed in place
-            self._keep(key, Kept(output=output, results=results, inputs=tensors, place=self._num_noted))
-        self._num_noted += 1
+        is_new = not {id(result) for result in results} & {id(tensor) for tensor in tensors}
+        if is_new and key[1] == versions_of(tensors):  # nothing was changed in place
+            self._keep(key, Kept(output=output, results=results, inputs=tensors, place=len(self._noted)))
+        self._noted.append(func)
         return output
 
     def _keep(self, key: tuple[Any, ...], kept: Kept) -> None:
-        self._roots |= {id(tensor): tensor.nbytes for tensor in kept.inputs if id(tensor) not in self._made}
+        self._roots |= storages([tensor for tensor in kept.inputs if id(tensor) not in self._made])
         self._made |= {id(result) for result in kept.results}
-        self._bytes += sum(result.nbytes for result in kept.results if result._base is None)
+        self._bytes += sum(storages([result for result in kept.results if result._base is None]).values())
         self._kept[key] = kept
         if self._bytes > MOST_BYTES * sum(self._roots.values()):
             self.turn_off()
