@@ -10,7 +10,19 @@ import torch
 
 from deqkit.model import SequenceModel, num_parameters
 from deqkit.paper import copy_memory, language
-from deqkit.paper.measure import COLUMNS, Contender, compare, measure, ratios, relative, spread, table, verdict_of
+from deqkit.paper.measure import (
+    COLUMNS,
+    Contender,
+    bars,
+    compare,
+    listed,
+    measure,
+    ratios,
+    relative,
+    spread,
+    table,
+    verdict_of,
+)
 from deqkit.paper.workshop import Workshop
 from deqkit.train.recipes import layers
 from deqkit.train.tasks import make_task
@@ -106,7 +118,11 @@ def test_models_are_compared_seed_by_seed():
     """A hard seed that only one of them has says nothing."""
     one = {"runs": [run_of(0, 99.0), run_of(1, 120.0), run_of(2, 500.0)]}
     other = {"runs": [run_of(1, 100.0), run_of(0, 110.0)]}
+    labelled = [("one", one), ("other", other)]
     assert ratios(one, other) == [0.9, 1.2]
+    both = [{**model, "label": name, "seeds": [run["seed"] for run in model["runs"]]} for name, model in labelled]
+    assert listed(both) == "one 99.0 and 120.0 and 500.0 (seeds 0 and 1 and 2), other 100.0 and 110.0 (seeds 1 and 0)"
+    assert [bar["value"] for bar in bars(both, y="perplexity")["bars"]] == [109.5, 105.0]
     assert relative(one, other) == pytest.approx(math.sqrt(0.9 * 1.2))
 
 

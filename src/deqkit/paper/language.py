@@ -11,7 +11,7 @@ import numpy as np
 
 from deqkit.layers import RecurrentConfig
 from deqkit.paper.claim import Claim, Outcome
-from deqkit.paper.measure import Contender, bars, compare, describe_runs, ratios, relative, spread, table, verdict_of
+from deqkit.paper.measure import Contender, bars, compare, describe_runs, listed, ratios, relative, table, verdict_of
 from deqkit.paper.subjects import trellis_demo
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Broyden, Tolerance
@@ -59,8 +59,9 @@ def small_models(workshop: Workshop, *, contenders: Sequence[Contender], text: s
         f"to the {label} {', '.join(f'{value:.4f}' for value in values)}" for label, values in by_seed.items()
     )
     rates = ", ".join(f"{contender.config(workshop).optimiser.lr:g}" for contender in contenders)
+    shares = ", ".join(f"{relative(deq, one):.3f} of the {one['label']}" for one in others)
     return Outcome(
-        measured=_perplexities(found),
+        measured=f"{_perplexities(found)}; seed by seed the DEQ has {shares}",
         scale=f"{text}; {describe_runs(found)}",
         holds=holds,
         numbers={**_numbers(found, unigram), "ratios": by_seed},
@@ -102,7 +103,7 @@ def against_lstm(workshop: Workshop, *, contenders: Sequence[Contender], text: s
 
 
 def _perplexities(found: Sequence[dict[str, Any]]) -> str:
-    return "test perplexity: " + ", ".join(f"{one['label']} {spread(one)}" for one in found)
+    return f"test perplexity: {listed(found)}"
 
 
 def _numbers(found: Sequence[dict[str, Any]], unigram: float) -> dict[str, Any]:

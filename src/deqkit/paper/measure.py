@@ -193,8 +193,21 @@ def _row(one: dict[str, Any]) -> list[str]:
     ]
 
 
+def listed(found: Sequence[dict[str, Any]], form: str = ".1f") -> str:
+    """The figures of all: over seeds if they have the same ones, else every seed by itself."""
+    if all(one["seeds"] == found[0]["seeds"] for one in found):
+        return ", ".join(f"{one['label']} {spread(one, form)}" for one in found)
+    parts = []
+    for one in found:
+        figures = " and ".join(f"{run['test'][run['headline']]:{form}}" for run in one["runs"])
+        seeds = " and ".join(map(str, one["seeds"]))
+        parts.append(f"{one['label']} {figures} (seed{'s' * (len(one['seeds']) > 1)} {seeds})")
+    return ", ".join(parts)
+
+
 def bars(found: Sequence[dict[str, Any]], *, y: str, **options: Any) -> dict[str, Any]:
-    """The comparison as a bar figure, seeds as points."""
+    """The comparison as a bar figure: the mean over the seeds that all have, and every seed as a point."""
+    common = set.intersection(*(set(one["seeds"]) for one in found))
     return {
         "kind": "bars",
         "y": y,
@@ -202,7 +215,7 @@ def bars(found: Sequence[dict[str, Any]], *, y: str, **options: Any) -> dict[str
         "bars": [
             {
                 "label": one["label"],
-                "value": one["test"],
+                "value": statistics.fmean(run["test"][run["headline"]] for run in one["runs"] if run["seed"] in common),
                 "points": [run["test"][run["headline"]] for run in one["runs"]],
             }
             for one in found
