@@ -28,7 +28,7 @@ MARKED = 16
 # Okabe and Ito's colours, which colour-blind readers can tell apart, in an order of falling contrast with white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "d", "p")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "d", "p", "h", "1", "x")
 APART: Any = {"linestyle": "none", "markersize": 6.5, "fillstyle": "none", "markeredgewidth": 1.3}
 """Points that are not joined: hollow, so that none hides another."""
 INK, MUTED, LINE = "#222222", "#555555", "#dddddd"
@@ -147,7 +147,9 @@ def _draw_bars(axes: Axes, panel: dict[str, Any]) -> None:
         if len(points) > 1:
             axes.plot(points, [row] * len(points), "o", color=INK, markersize=3.5, linestyle="none")
         far = max([bar["value"], *points])
-        axes.annotate(_value(bar["value"]), (far, row), (5, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(
+            _value(bar["value"], values), (far, row), (5, 0), textcoords="offset points", va="center", fontsize=9
+        )
     axes.set_yticks(range(len(bars)), [bar["label"] for bar in bars])
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.invert_yaxis()
@@ -169,10 +171,14 @@ def _below(value: float) -> int:
     return power
 
 
-def _value(value: float) -> str:
-    return (
-        f"{value:.1e}".replace("e-0", "e-") if 0 < value < 1e-3 else f"{value:,.0f}" if value >= 300 else f"{value:.3g}"
-    )
+def _value(value: float, beside: Sequence[float]) -> str:
+    """Short, but long enough to tell bars of nearly the same length apart."""
+    if 0 < value < 1e-3:
+        return f"{value:.1e}".replace("e-0", "e-")
+    if value >= 300:
+        return f"{value:,.0f}"
+    close = any(other != value and abs(other - value) < 0.02 * abs(value) for other in beside)
+    return f"{value:.4g}" if close else f"{value:.3g}"
 
 
 def _scale(axis: Any, *, log: bool) -> None:
