@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._calls import random_state
-from deqkit.solve._hoist import Hoist, can_hoist, own_solve
+from deqkit.solve._hoist import Hoist, can_hoist
 from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
 from deqkit.solve._packing import Packing, check_batch_first, select, tensors_in
 from deqkit.solve._solution import Solution, Status, raise_if_failed
@@ -248,19 +248,6 @@ def iterate(
     packing: Packing,
 ) -> Solution:
     """Run the loop on a packed state; with a `Fallback`, once for every solver that is needed."""
-    with own_solve() as tell:
-        solution = _iterate(make_problem, z_BPN, solver, options, packing)
-        tell(solution.z)
-    return solution
-
-
-def _iterate(
-    make_problem: Callable[[], Problem],
-    z_BPN: Tensor,
-    solver: AbstractSolver | Fallback,
-    options: LoopOptions,
-    packing: Packing,
-) -> Solution:
     if not isinstance(solver, Fallback):
         return Loop(make_problem(), z_BPN, solver, options, packing).run()
     *earlier, last = solver.solvers

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deqkit.solve._batch import ACTIVE, CONVERGED, MAX_STEPS, Batch, Residuals, concatenate, norms, ratio
+from deqkit.solve._hoist import own_solve
 from deqkit.solve._packing import Packing, rows_left, select
 from deqkit.solve._solution import Solution
 from deqkit.solve._solver import AbstractSolver, Evaluation
@@ -94,13 +95,16 @@ class Loop:
 
     def run(self) -> Solution:
         started = time.perf_counter()
-        if self._now.best_z_BPN.numel():
-            tol = self._options.tol.resolved(self._packing.num_tokens)
-            self._now.solver_state = self._solver.init(self._now.best_z_BPN, tol)
-            self._solve()
-            if self._causal:
-                self._measure_composite()
-        return self._collect(started)
+        with own_solve() as tell:
+            if self._now.best_z_BPN.numel():
+                tol = self._options.tol.resolved(self._packing.num_tokens)
+                self._now.solver_state = self._solver.init(self._now.best_z_BPN, tol)
+                self._solve()
+                if self._causal:
+                    self._measure_composite()
+            solution = self._collect(started)
+            tell(solution.z)
+        return solution
 
     def _solve(self) -> None:
         options = self._options
