@@ -514,7 +514,7 @@ def test_a_result_that_f_differentiates_by():
             y.requires_grad_()
             (torch.tanh(y @ U_DD) * z.detach()).sum().backward()
         assert y.grad is not None
-        return torch.tanh(z @ W_DD + 0.3 * y.grad)
+        return torch.tanh(z @ W_DD + 0.3 * y.grad + x @ U_DD)  # not solved by 0, from where it starts
 
     assert_same_solve(f, X_BD, compact=False)
 
