@@ -39,12 +39,34 @@ def test_the_ratios_and_the_perplexity_decide(training, inference, perplexity, h
         value = ratios[training]
         return {"ratios": {name: {"ratio": value, "low": value, "high": value} for name in list(models)[1:]}}
 
-    def tested(self, run, **settings):
+    def tested(self, run, split="test", **settings):
         return {"perplexity": perplexity if run.config.model.depth == "equilibrium" else 100.0}
 
     monkeypatch.setattr(runtime, "compare_models", compared)
     monkeypatch.setattr(type(workshop), "tested", tested)
     assert runtime.transformer(workshop, scale=scale).holds is holds
+
+
+@pytest.mark.parametrize(("perplexities", "expected"), [((101.0, 99.5, 98.0), 0.1), ((101.0, 101.0, 101.0), None)])
+def test_inference_is_timed_at_the_loosest_tolerance_that_is_good_enough(perplexities, expected, setting, monkeypatch):
+    workshop, scale = setting
+    of = dict(zip(runtime.LOOSER, perplexities, strict=False))
+    timed = []
+
+    def tested(self, run, split="test", *, tol=None, **settings):
+        stack = run.config.model.depth != "equilibrium"
+        return {"perplexity": 100.0 if stack else of.get(tol.rtol, 101.0) if tol else 97.0}
+
+    def compared(models, batches, *, training, rounds):
+        timed.append(models[runtime.DEQ][1].config.eval_tol)
+        return {"ratios": {name: {"ratio": 0.5, "low": 0.5, "high": 0.5} for name in list(models)[1:]}}
+
+    monkeypatch.setattr(runtime, "compare_models", compared)
+    monkeypatch.setattr(type(workshop), "tested", tested)
+    outcome = runtime.transformer(workshop, scale=scale)
+    recipe = scale.transformer(workshop).model.eval_tol
+    assert timed == [replace(recipe, rtol=expected) if expected else recipe] * 2
+    assert f"solved to {timed[0].rtol:g}" in outcome.measured
 
 
 def test_a_measurement_leaves_the_weights(setting):
