@@ -113,13 +113,14 @@ def test_evaluations_are_counted(name, problem):
         solution = solve(
             name, counted, tol=Tolerance(rtol=1e-8), max_steps=max_steps, compact=False, throw=False, trace=True
         )
-        assert calls == solution.num_evals.max() <= max_steps
+        causal = SOLVERS[name].group == "prefix"  # it may measure once more what it puts together
+        assert calls == solution.num_evals.max() <= max_steps + causal
         assert solution.trace is not None
         assert [len(trace) for trace in solution.trace] == solution.num_evals.tolist()
         assert (solution.num_steps < solution.num_evals).all()
         assert (solution.num_steps > 0).any() or max_steps == 1
         for residual, trace in zip(solution.residual, solution.trace, strict=True):
-            assert residual == trace.min() or SOLVERS[name].group == "prefix"  # there the best point is put together
+            assert residual == trace.min() or causal
 
 
 @pytest.mark.parametrize("name", SOLVERS)

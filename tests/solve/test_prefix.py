@@ -140,3 +140,30 @@ def test_no_more_evaluations_than_grouping_by_sample(name):
         for solver in (by_prefix, by_sample)
     )
     assert prefix.num_evals.sum() <= 1.1 * sample.num_evals.sum() + 4
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 6])
+def test_the_whole_budget_is_spent_on_steps(max_steps):
+    """On a contraction every evaluation is the best so far, at every position: nothing is left to measure."""
+    x_BTD = normal(3, 2, 5, 4)
+    options: dict[str, Any] = {"max_steps": max_steps, "tol": Tolerance(rtol=1e-12), "throw": False}
+    solution = fixed_point(
+        lambda z, x: 0.5 * z + x, x_BTD, (x_BTD,), solver=FixedPointIteration(group="prefix"), **options
+    )
+    assert solution.num_evals.tolist() == [max_steps] * 2
+    assert torch.allclose(solution.z, (2 - 0.5 ** (max_steps - 1)) * x_BTD)
+
+
+def test_what_is_measured_in_the_end_is_not_the_neighbours_affair():
+    f, z0_BTD, x_BTD, _ = problem_and_changed_tokens()
+    x_BTD = torch.stack([x_BTD[0], 0.1 * x_BTD[1]])  # the second is easy
+    counts = set()
+    for max_steps in range(2, 20):
+        options: dict[str, Any] = {
+            "solver": Broyden(group="prefix"), "max_steps": max_steps, "tol": Tolerance(rtol=1e-12), "throw": False,
+        }  # fmt: skip
+        together = fixed_point(f, z0_BTD, (x_BTD,), **options).num_evals.tolist()
+        alone = [int(fixed_point(f, z0_BTD[i : i + 1], (x_BTD[i : i + 1],), **options).num_evals) for i in range(2)]
+        assert together == alone
+        counts |= {count - max_steps for count in together}
+    assert {0, 1} <= counts  # else nothing was seen

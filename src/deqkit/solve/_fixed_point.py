@@ -47,7 +47,8 @@ def fixed_point(
         args: further arguments of f whose tensors are batch first. Tensors that all samples share are closed over.
         solver: how the next point is proposed; `Broyden()` if left out.
         tol: when a sample counts as solved; `Tolerance()` if left out.
-        max_steps: upper bound on the evaluations of f.
+        max_steps: upper bound on the evaluations of f. A causal solver (`group="prefix"`) that runs out may take one
+            more, to measure what it returns: every position's own best point.
         throw: raise unless every sample converged. With False, read `solution.status`.
         compact: let samples leave the batch when they are done. It needs `args` to know what belongs to a sample: an
             f that closes over its batch is solved without. Results are the same up to rounding.

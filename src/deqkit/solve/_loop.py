@@ -114,8 +114,7 @@ class Loop:
             found = self._evaluate(z_BPN)
             checking = num_evals % options.check_every == 0
             may_have_ended = self._judge(found, checking=checking)
-            # A causal solve returns every position's own best point: the last evaluation is kept to measure that.
-            if num_evals >= options.max_steps - int(self._causal):
+            if num_evals >= options.max_steps:
                 self._open_again(found)
                 return
             if may_have_ended:
@@ -241,10 +240,15 @@ class Loop:
             now.z_BPN = torch.where(self._active_BP.unsqueeze(2), proposed_BPN, now.best_z_BPN)
 
     def _measure_composite(self) -> None:
-        """Measure the state put together from every position's best point, unless it is the one just evaluated."""
+        """Measure the states put together from every position's best point, unless they are those just evaluated.
+
+        One evaluation more than `max_steps` allows. Were it one of them, the step that it stands for would be lost to
+        all solves, or its place taken only where later positions fare well, which would tell earlier ones of them.
+        """
         now = self._now
-        open_B = (now.codes_BP != CONVERGED).any(1)
-        if now.z_BPN is None or not bool(open_B.any()) or torch.equal(now.z_BPN, now.best_z_BPN):
+        assert now.z_BPN is not None
+        open_B = (now.codes_BP != CONVERGED).any(1) & (now.z_BPN != now.best_z_BPN).flatten(1).any(1)
+        if not bool(open_B.any()):
             return
         found = self._evaluate(now.best_z_BPN)
         now.norm_B = torch.where(open_B, found.norm_BP[:, -1], now.norm_B)
