@@ -74,6 +74,7 @@ class DEQ(nn.Module):
         self.adjoint = Implicit() if adjoint is None else adjoint
         if self.adjoint.owns_forward and solver is not None:
             raise ValueError(f"{self.adjoint!r} runs its own iteration: leave out solver={solver!r}")
+        self.adjoint.check_solver(solver or Broyden())
         self.solver = solver
         self.tol = Tolerance() if tol is None else tol
         self.max_steps = 40 if max_steps is None else max_steps
@@ -124,11 +125,14 @@ class DEQ(nn.Module):
                 raise ValueError(f"{adjoint!r} runs its own iteration and records no trace")
             z, solution = adjoint.solve(f, z0, args, tol=tol, max_steps=max_steps, compact=self.compact)
         else:
+            solver = solver or self.solver or Broyden()
+            if torch.is_grad_enabled():
+                adjoint.check_solver(solver)
             solve = functools.partial(
                 fixed_point,
                 f,
                 args=args,
-                solver=solver or self.solver or Broyden(),
+                solver=solver,
                 throw=False,
                 compact=self.compact,
                 hoist=hoist,
@@ -137,7 +141,7 @@ class DEQ(nn.Module):
                 keep_solver_state=adjoint.needs_solver_state and torch.is_grad_enabled(),
             )
             solution = solve(z0, tol=tol, max_steps=max_steps)
-            while torch.is_grad_enabled() and (tol := adjoint.tighter(f, solution, args, max_steps)) is not None:
+            while torch.is_grad_enabled() and (tol := adjoint.tighter(f, solution, args, tol, max_steps)) is not None:
                 left = max_steps - int(solution.num_evals.max())
                 solution = join(solution, solve(solution.z, tol=tol, max_steps=left))
             z = solution.z

@@ -102,6 +102,21 @@ def test_grad_rtol_tightens_both_solves_until_the_gradient_is_that_good(grad_rto
     assert relative_error(gradients(lambda: deq(x), [x, cell.weight]), exact) <= grad_rtol
 
 
+def test_grad_rtol_where_relative_residuals_say_nothing():
+    deq = DEQ(TanhCell(4), adjoint=Implicit(grad_rtol=1e-2))
+    assert deq(torch.zeros(3, 0, 4, dtype=torch.float64)).shape == (3, 0, 4)
+    zero = DEQ(lambda z, x: torch.relu(0.3 * z - x), tol=Tolerance(rtol=0, atol=1e-3), adjoint=deq.adjoint)
+    assert not zero(torch.ones(2, 4, requires_grad=True)).any()
+
+
+def test_grad_rtol_keeps_what_else_the_tolerance_says():
+    """A sample whose equilibrium is zero has a relative residual of about 1: it is solved when it is small enough."""
+    x = torch.tensor([[1.0, 1.0], [0.0, 0.0]]).requires_grad_()
+    deq = DEQ(lambda z, x: 0.5 * torch.tanh(z) + x, tol=Tolerance(rtol=1e-3, atol=1e-4), max_steps=60)
+    z, solution = deq(x, z0=torch.ones(2, 2), adjoint=Implicit(grad_rtol=1e-1), return_solution=True)
+    assert solution.status is Status.CONVERGED and solution.num_evals.max() < 40
+
+
 def test_verdicts_of_both_passes_are_counted_per_sample_and_over_calls():
     deq = DEQ(TanhCell(norm=0.9), tol=Tolerance(rtol=1e-6), adjoint=Implicit(tol=TIGHT, max_steps=2))
     for _ in range(2):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deqkit.solve import Anderson, FixedPointIteration, Status, Tolerance, fixed_point
-from problems import causal_mixing, dict_state
+from deqkit.solve import Anderson, Broyden, FixedPointIteration, NewtonKrylov, Status, Tolerance, fixed_point
+from problems import causal_mixing, dict_state, normal
 
 # B samples, T positions, D width, N numbers in a state
 
@@ -91,7 +91,7 @@ def test_args_must_be_batch_first(wrong):
 
 
 @pytest.mark.parametrize("option", ["max_steps", "check_every"])
-@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("value", [0, -1, None])
 def test_wrong_limits(option, value):
     with pytest.raises(ValueError, match=f"{option} must be a whole number of at least 1, got {value}"):
         fixed_point(lambda z: z, torch.zeros(2, 3), **{option: value})
@@ -184,8 +184,17 @@ def test_an_argument_changed_in_place_is_detected(mode):
         x += 0.5 * z
         return torch.tanh(x)
 
-    with mode(), pytest.raises(ValueError, match="arguments in place"):
+    with mode(), pytest.raises(ValueError, match="its arguments.* in place"):
         fixed_point(f, torch.ones(3, 4), (torch.ones(3, 4),))
+
+
+@pytest.mark.parametrize("solver", [FixedPointIteration(), Anderson(), Broyden(), NewtonKrylov()], ids=repr)
+def test_a_buffer_that_is_written_and_returned_again_is_detected(solver):
+    """z may be what f returned before: then f(z) would be written over z, and every residual be 0."""
+    weight, x = 0.2 * normal(1, 4, 4), normal(2, 3, 4)
+    buffer = torch.empty_like(x)
+    with pytest.raises(ValueError, match="what it returned before in place"):
+        fixed_point(lambda z, x: torch.add(z @ weight, x, out=buffer), torch.zeros_like(x), (x,), solver=solver)
 
 
 def test_in_place_on_something_else_is_fine():

@@ -149,6 +149,17 @@ def test_mode_gradients_and_random_numbers_are_left_alone(corpus, training):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_every_part_gets_its_own_mode_back(corpus):
+    config = tiny(corpus)
+    model, task = SequenceModel(config.model), make_task(config)
+    model.core.cell.eval()
+    for action in (evaluate, measure_leak):
+        action(model, task, "valid")
+        assert model.training and not model.core.cell.training
+    model.generate([torch.tensor([1, 2])], max_tokens=1)
+    assert model.training and not model.core.cell.training
+
+
 def test_the_mode_is_restored_after_a_failure(corpus):
     config = tiny(corpus)
     model, task = SequenceModel(config.model), make_task(config)

@@ -80,7 +80,8 @@ class BackwardPass:
         method = self.method
         y_BPN = v_BPN if method.start is None else method.start(v_BPN)
         solved = self._run(y_BPN, v_BPN, linearised, method.tol, method.max_steps)
-        while (tol := self._tighter(solved)) is not None:
+        tol = method.tol
+        while (tol := self._tighter(solved, tol)) is not None:
             left = method.max_steps - int(solved.num_evals.max())
             solved = join(solved, self._run(solved.z, v_BPN, linearised, tol, left))
         y_BPN = solved.z
@@ -117,13 +118,13 @@ class BackwardPass:
         with torch.no_grad():
             return curvature_from_one(self.equation, linearised, v_BPN, y_BPN, self.solution, solved)
 
-    def _tighter(self, solved: Solution) -> Tolerance | None:
-        """The tolerance to go on with until the asked accuracy holds; None when it does or cannot."""
+    def _tighter(self, solved: Solution, tol: Tolerance) -> Tolerance | None:
+        """The tolerance to go on with, after `tol`, until the asked accuracy holds; None when it does or cannot."""
         method = self.method
         if method.grad_rtol is None or solved.status is not Status.CONVERGED or not solved.codes.numel():
             return None
         error = float((solved.amplification.nan_to_num(1.0) * solved.residual).square().mean().sqrt())
-        return next_tolerance(solved, error, method.grad_rtol, method.max_steps)
+        return next_tolerance(solved, tol, error, method.grad_rtol, method.max_steps)
 
     def differentiate(
         self, v_BPN: Tensor, z_BPN: Tensor, linearised: Linearised, touched: list[Tensor]

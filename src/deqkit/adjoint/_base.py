@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deqkit.adjoint._graph import Equation, refuse_transforms
-from deqkit.solve import Solution, Tolerance
+from deqkit.solve import AbstractSolver, Fallback, Solution, Tolerance
 from deqkit.solve._packing import Packing
 
 OnBackward = Callable[[Solution], None]
@@ -46,14 +46,18 @@ class AbstractAdjoint(abc.ABC):
             on_backward: called with the solution after every backward solve.
         """
 
+    def check_solver(self, solver: AbstractSolver | Fallback) -> None:  # noqa: B027, most rules take any
+        """Raise a ValueError if gradients cannot be attached to what this forward solver finds."""
+
     def without_compaction(self) -> AbstractAdjoint:
         """The rule for a DEQ whose samples stay in the batch, in the backward solve too if it has one."""
         return self
 
     def tighter(
-        self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], max_steps: int
+        self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], tol: Tolerance, max_steps: int
     ) -> Tolerance | None:
-        """The tolerance to which the forward solve should go on before gradients are attached; None if it may stop."""
+        """The tolerance to which a forward solve to `tol` should go on before gradients are attached; None if it may
+        stop."""
         return None
 
     def solve(

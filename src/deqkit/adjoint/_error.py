@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -84,12 +87,15 @@ def _change_of_products(equation: Equation, ahead_BPN: Tensor, y_BPN: Tensor, pr
     return ratio(change_B, size_B).to(y_BPN.dtype)
 
 
-def next_tolerance(solution: Solution, error: float, grad_rtol: float, max_steps: int) -> Tolerance | None:
-    """A tolerance for a solve whose share of the error exceeds a quarter of `grad_rtol`; None if it does not.
+def next_tolerance(
+    solution: Solution, tol: Tolerance, error: float, grad_rtol: float, max_steps: int
+) -> Tolerance | None:
+    """A tighter one than `tol` for a solve whose share of the error exceeds a quarter of `grad_rtol`; None otherwise.
 
     A quarter, because there are two shares and estimates may be low.
     """
-    if error <= grad_rtol / 4 or int(solution.num_evals.max()) >= max_steps - 1:
+    largest = float(solution.residual.max())  # not finite where the state is empty, or its equilibrium zero
+    if error <= grad_rtol / 4 or not math.isfinite(largest) or int(solution.num_evals.max()) >= max_steps - 1:
         return None
     factor = min(0.5, max(0.01, grad_rtol / (5 * error)))
-    return Tolerance(rtol=factor * float(solution.residual.max()))
+    return replace(tol, rtol=factor * largest, atol=factor * tol.atol)

@@ -56,13 +56,13 @@ class Implicit(AttachedAdjoint):
         return dataclasses.replace(self, compact=False)
 
     def tighter(
-        self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], max_steps: int
+        self, f: Callable[..., Any], solution: Solution, args: tuple[Any, ...], tol: Tolerance, max_steps: int
     ) -> Tolerance | None:
         if self.grad_rtol is None or solution.status is not Status.CONVERGED or not solution.codes.numel():
             return None
         packing = Packing.of(solution.z, causal=False)
         solution.curvature = curvature_ahead(Equation(f, packing, args), packing.pack(solution.z), solution)
-        return next_tolerance(solution, forward_error(solution), self.grad_rtol, max_steps)
+        return next_tolerance(solution, tol, forward_error(solution), self.grad_rtol, max_steps)
 
     def _attach(
         self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None

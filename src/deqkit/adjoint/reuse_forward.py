@@ -11,7 +11,7 @@ from deqkit.adjoint._backward import BackwardPass, LinearSolve
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.adjoint.implicit import Implicit
-from deqkit.solve import AbstractSolver, Anderson, Evaluation, Solution, Tolerance
+from deqkit.solve import AbstractSolver, Anderson, Broyden, Evaluation, Fallback, Solution, Tolerance
 from deqkit.solve._fixed_point import check_settings
 from deqkit.solve._packing import Borrowed
 from deqkit.solve._solver import check_count
@@ -38,7 +38,14 @@ class ReuseForward(AttachedAdjoint):
 
     def __post_init__(self) -> None:
         check_count("refine", self.refine)
-        check_settings(None, self.tol, None)
+        check_settings(tol=self.tol)
+
+    def check_solver(self, solver: AbstractSolver | Fallback) -> None:
+        if not isinstance(solver, Broyden) or solver.group != "sample":
+            raise ValueError(
+                'ReuseForward needs the memory of a forward Broyden(group="sample"), which has a transpose; '
+                f"got solver={solver!r}"
+            )
 
     def without_compaction(self) -> ReuseForward:
         return dataclasses.replace(self, compact=False)

@@ -62,8 +62,7 @@ class Reversible(AbstractAdjoint):
         check_batch_first(args, packing.batch_size)
         equation = Equation(f, packing, args)
         z0_BPN = packing.pack(z0)
-        exact = torch.float64 if z0_BPN.device.type != "mps" else torch.float32
-        start_BPN = z0_BPN.detach().to(exact)
+        start_BPN = z0_BPN.detach().to(torch.float64)
         pair = (start_BPN, start_BPN)
         num_steps_B = num_pairs_B = torch.zeros(packing.batch_size, dtype=torch.int64, device=packing.device)
         share, left = self.damping, max_steps // 2

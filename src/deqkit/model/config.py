@@ -66,6 +66,7 @@ class ModelConfig:
         )
         self._check_kinds()
         self.check_depth(self.depth)
+        self.adjoint.check_solver(self.solver)
         if self.depth == "equilibrium" and self.checkpoint:
             raise ValueError("an equilibrium keeps no layers that checkpointing could save; set depth, or drop it")
         if self.start not in ("zeros", "learned"):

@@ -17,6 +17,7 @@ from deqkit.layers.checks import check_whole
 from deqkit.model.decode_sample import Sampling
 from deqkit.model.decode_solve import SolveSettings
 from deqkit.model.decode_state import Decoder, Reading
+from deqkit.model.mode import evaluating
 
 if TYPE_CHECKING:
     from deqkit.model.sequence import SequenceModel
@@ -74,13 +75,8 @@ def generate(
     texts = [_Written(generator) for generator in _generators(seed, len(prompts))]
     decoder = Decoder(model, depth=depth, context=context, settings=settings)
     stops = frozenset(stop)
-    was_training = model.training
-    model.eval()
-    try:
-        with parametrize.cached():  # normalised weights are computed once
-            _write(model, decoder, prompts, texts, max_tokens, sampling, stops, on_token)
-    finally:
-        model.train(was_training)
+    with evaluating(model), parametrize.cached():  # normalised weights are computed once
+        _write(model, decoder, prompts, texts, max_tokens, sampling, stops, on_token)
     dtype, device = next(model.parameters()).dtype, prompts[0].device
     return Generation(
         tokens=[torch.tensor(text.tokens, device=device) for text in texts],

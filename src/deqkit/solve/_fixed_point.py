@@ -64,7 +64,8 @@ def fixed_point(
         NotConvergedError: if `throw` and some sample did not converge; `NonFiniteError` if one became inf or nan.
         ValueError: if f does not keep the state's shape, dtype or device, or is not one fixed function.
     """
-    check_settings(solver, tol, max_steps)
+    check_settings(solver, tol)
+    check_count("max_steps", max_steps)
     check_count("check_every", check_every)
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple of the further arguments of f, got {type(args).__name__}")
@@ -89,7 +90,7 @@ def fixed_point(
     return solution
 
 
-def check_settings(solver: Any, tol: Any, max_steps: Any) -> None:
+def check_settings(solver: Any = None, tol: Any = None, max_steps: Any = None) -> None:
     """Raise a ValueError for a setting of the wrong kind; None stands for a default."""
     if solver is not None and not isinstance(solver, AbstractSolver | Fallback):
         raise ValueError(f"solver must be one of deqkit.solve, for example Broyden(), got {solver!r}")
@@ -116,6 +117,7 @@ class FunctionProblem:
         self._hoist = Hoist() if hoist else None
         self._computes_in = packing.dtype if computes_in is None else computes_in
         self._num_checks = 3  # dropout of zeros is zero: an f that draws random numbers is looked at again
+        self._returned: Tensor | None = None  # by the evaluation before
         self._was_cut = False  # since the last evaluation
         self._is_whole = True
         self.can_compact = bool(tensors_in(args))
@@ -150,14 +152,16 @@ class FunctionProblem:
         """Check what f returns, what it leaves of its arguments, and whether it draws random numbers that matter."""
         state = self._packing.unpack(z_BPN)
         before = random_state(self._packing.device)
-        seen = [_Version(t) for t in (z_BPN, *tensors_in(self._args))]
+        kept = [] if self._returned is None else [self._returned]
+        seen = [_Version(t) for t in (z_BPN, *kept, *tensors_in(self._args))]
         output = self._apply(state)
         if any(version.has_changed() for version in seen):
             raise ValueError(IN_PLACE)
         self._packing.check_output(output, z_BPN.shape[0], autocast=self._autocast_dtype() is not None)
         fz_BPN = self._packing.pack(output)
         if torch.equal(before, random_state(self._packing.device)):
-            self._num_checks = 0
+            # Once more, to see whether f writes into what it returned.
+            self._num_checks, self._returned = (1, fz_BPN) if self._returned is None else (0, None)
             return fz_BPN
         self._hoist = None  # it draws random numbers
         again_BPN = self._packing.pack(self._apply(state))
@@ -213,8 +217,9 @@ DEPENDENT = (
     f"Then {ONE_SAMPLE}"
 )
 IN_PLACE = (
-    "f changes its state or its arguments in place, which are still needed. Let it make a new tensor: no z.add_(...), "
-    "no h += ..., and no nn.ReLU(inplace=True) as the first thing that z meets"
+    "f changes its state, its arguments or what it returned before in place, which are still needed. Let it make a new "
+    "tensor: no z.add_(...), no h += ..., no nn.ReLU(inplace=True) as the first thing that z meets, and no buffer of "
+    "its own that it returns (out=)"
 )
 CLOSES_OVER = (
     "If f closes over tensors with an entry for each sample, pass them in args, which are cut as the batch is, or use "

@@ -30,8 +30,9 @@ class Tolerance:
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+            object.__setattr__(self, name, float(value))  # NumPy's numbers could not be read from a file
         if not isinstance(self.patience, int) or self.patience < 2:
             raise ValueError(f"patience must be a whole number of at least 2, got {self.patience!r}")
 

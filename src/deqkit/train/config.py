@@ -10,6 +10,7 @@ import deqkit.adjoint
 import deqkit.solve
 from deqkit._plain import decode, encode, parse_expression, unknown
 from deqkit.adjoint import AbstractAdjoint
+from deqkit.layers.checks import check_whole
 from deqkit.model import ModelConfig
 from deqkit.solve import AbstractSolver, Fallback, Tolerance
 
@@ -203,6 +204,8 @@ class TrainConfig:
         _one_of(("float32", "bf16"), precision=self.precision)
         if self.model.depth != "equilibrium":
             self._check_stack()
+        if self.devices.early_adjoint is not None and not self.devices.early_adjoint.owns_forward:
+            self.devices.early_adjoint.check_solver(self.model.solver)
         average_after = self.optimiser.average_after
         if average_after is not None and average_after >= self.steps:
             raise ValueError(f"average_after {average_after} lies behind the last of {self.steps} steps")
@@ -250,6 +253,4 @@ def _one_of(known: tuple[str, ...], **names: str) -> None:
 
 
 def _at_least(least: int, config: Any, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(config, name)}")
+    check_whole(least, **{name: getattr(config, name) for name in names})

@@ -11,6 +11,7 @@ import torch
 from deqkit.analysis import causality_leak
 from deqkit.data import Batch
 from deqkit.model import SequenceModel
+from deqkit.model.mode import evaluating
 from deqkit.solve import AbstractSolver, Fallback, Status, Tolerance
 from deqkit.train.progress import Progress
 from deqkit.train.state import memory_of, plain_memory
@@ -48,13 +49,11 @@ def evaluate(
         `unconverged` (share of solves).
     """
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    was_training = model.training
-    model.eval()
     settings = {"depth": depth, "tol": tol, "max_steps": max_steps, "solver": solver}
     totals = _Totals(next(model.parameters()).device)
     num_done = totals.resume(model, progress) if progress else 0
     complete = True
-    try:
+    with evaluating(model):
         for number, batch in enumerate(task.evaluation(split, rank=rank, world_size=world_size)):
             if number < num_done:
                 continue
@@ -66,8 +65,6 @@ def evaluate(
                 on_batch(number)
             if progress is not None:
                 progress.save(number + 1, totals.state())
-    finally:
-        model.train(was_training)
     if progress is not None:
         progress.clear()
     return {**totals.figures(task, split, accelerator), "complete": complete}
@@ -129,18 +126,14 @@ def measure_leak(model: SequenceModel, task: AbstractTask, split: str, **setting
     tokens_BT, targets_BT = batch.tokens_BT.to(device), batch.targets_BT.to(device)
     if tokens_BT.shape[1] < 2:
         return 0.0
-    was_training = model.training
-    model.eval()
 
     def nll(changed_BT: torch.Tensor) -> torch.Tensor:
         loss = model(changed_BT, targets_BT, **settings).nll
         assert loss is not None
         return loss
 
-    try:
+    with evaluating(model):
         leak = causality_leak(nll, tokens_BT, generator=torch.Generator().manual_seed(0))
-    finally:
-        model.train(was_training)
     return float(leak.max())
 
 

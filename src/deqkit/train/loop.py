@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -75,13 +75,15 @@ def train(
     project = ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path))
     accelerator = _make_accelerator(config, log_with=list(config.trackers) or None, project_config=project)
     state = TrainingState(config, task, accelerator)
-    size = _go_back(state, folder) if resume else 0
-    if accelerator.is_main_process and not resume:
+    if resume:
+        _require_same_data(state, folder)
+    elif accelerator.is_main_process:
         folder.create(config, data_hash=task.data_hash)
     if accelerator.is_main_process and isinstance(task, TextTask) and not folder.vocabulary.exists():
         task.corpus.save_vocabulary(folder.vocabulary)
     accelerator.wait_for_everyone()
-    with _Log(state, folder, size, on_record) as log, _catching_signals() as signals:
+    with _Log(state, folder, on_record) as log, _catching_signals() as signals:
+        log.begin(size=_go_back(state, folder) if resume else 0)
         last = log.last_evaluation
         begun = state.step
         while state.step < config.steps:
@@ -124,16 +126,19 @@ def _make_accelerator(config: TrainConfig, **options: Any) -> Accelerator:
     )
 
 
-def _go_back(state: TrainingState, folder: RunFolder) -> int:
-    """Load the latest checkpoint; returns the size of the metrics file at that moment.
-
-    A run that was stopped before its first checkpoint begins again, at size 0.
-    """
+def _require_same_data(state: TrainingState, folder: RunFolder) -> None:
     if folder.read().get("data_sha256", state.task.data_hash) != state.task.data_hash:
         raise RunError(
             f"{folder.path} was trained on other data than {state.config.data.source} has now: bring that back, or "
             "begin a new run"
         )
+
+
+def _go_back(state: TrainingState, folder: RunFolder) -> int:
+    """Load the latest checkpoint; returns the size of the metrics file at that moment.
+
+    A run that was stopped before its first checkpoint begins again, at size 0.
+    """
     steps = (record["step"] for record in read_metrics(folder.metrics))
     if not list_checkpoints(folder.checkpoints) and max(steps, default=0) <= state.config.checkpoint_every:
         return 0
@@ -329,9 +334,8 @@ def _catching_signals() -> Iterator[list[int]]:
 class _Log:
     """The metrics file and the trackers; only the first process writes."""
 
-    def __init__(self, state: TrainingState, folder: RunFolder, size: int, on_record: Callable[[Record], None]) -> None:
+    def __init__(self, state: TrainingState, folder: RunFolder, on_record: Callable[[Record], None]) -> None:
         self._state, self._folder, self._on_record = state, folder, on_record
-        self._size = size
         self._stack = ExitStack()
         self._file: MetricsFile | None = None
 
@@ -341,16 +345,19 @@ class _Log:
         return next((r for r in reversed(list(read_metrics(self._folder.metrics))) if r["kind"] == "valid"), {})
 
     def __enter__(self) -> _Log:
-        accelerator = self._state.accelerator
-        with ExitStack() as stack:  # closes the file again if a tracker cannot be started
-            if accelerator.is_main_process:
-                self._file = MetricsFile(self._folder.metrics, size=self._size)
-                stack.callback(self._file.close)
-            if self._state.config.trackers:
-                accelerator.init_trackers("events", init_kwargs={"tensorboard": {"purge_step": self._state.step + 1}})
-                stack.callback(self._finish_trackers)
-            self._stack = stack.pop_all()
+        """From here on no other process trains in this folder, or removes what it takes for left over."""
+        if self._state.accelerator.is_main_process:
+            self._file = self._stack.enter_context(closing(MetricsFile(self._folder.metrics)))
         return self
+
+    def begin(self, *, size: int) -> None:
+        """Go on after so many bytes of metrics."""
+        if self._file is not None:
+            self._file.cut(size)
+        if self._state.config.trackers:
+            options = {"tensorboard": {"purge_step": self._state.step + 1}}
+            self._state.accelerator.init_trackers("events", init_kwargs=options)
+            self._stack.callback(self._finish_trackers)
 
     def _finish_trackers(self) -> None:
         """Not `end_training`, after which this process could not train again with the others."""

@@ -1,4 +1,4 @@
-"""The optimiser, and the mean of the weights that averaged SGD evaluates."""
+"""The optimiser and its learning rate through training."""
 
 from __future__ import annotations
 

@@ -51,14 +51,17 @@ class RunFolder:
 
         Raises:
             RunError: there is something already.
+            ValueError: the configuration could not be read back.
         """
         self.require_free()
+        plain = to_plain(config)
+        _require_readable(plain)
         record = {
             "deqkit": deqkit.__version__,
             "torch": torch.__version__,
             "commit": git_commit(),
             "data_sha256": data_hash,
-            "config": to_plain(config),
+            "config": plain,
         }
         write_results(self.path / _CONFIG, record)  # from this moment on there is a run, which can be resumed
         self.checkpoints.mkdir(exist_ok=True)
@@ -99,22 +102,40 @@ class RunFolder:
             raise RunError(f"{self.path / _CONFIG}: {error}") from error
 
 
-class MetricsFile:
-    """One JSON object a line. Cut back to a given size when a run is resumed, so that no line occurs twice."""
+def _require_readable(plain: Any) -> None:
+    """Or a training to its end could be neither resumed nor loaded."""
+    try:
+        again = to_plain(from_plain(json.loads(json.dumps(plain))))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"this configuration cannot be kept in a file: {error}") from error
+    if again != json.loads(json.dumps(plain)):
+        raise ValueError(f"this configuration would be read back as another one: {again} instead of {plain}")
 
-    def __init__(self, path: Path, *, size: int = 0) -> None:
-        if size and (not path.exists() or path.stat().st_size < size):
-            raise RunError(
-                f"{path} is missing or shorter than when the latest checkpoint was written: put it back, or remove "
-                "that checkpoint to go on from the one before"
-            )
+
+class MetricsFile:
+    """One JSON object a line, and the lock of the run. Cut back when a run is resumed, so that no line occurs twice."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, or the process ends
         except BlockingIOError:
             self._file.close()
             raise RunError(f"{path.parent} is being trained by another process: wait for it, or stop it") from None
-        os.truncate(path, size)
+
+    def cut(self, size: int) -> None:
+        """Go on after so many bytes.
+
+        Raises:
+            RunError: there are fewer.
+        """
+        if self._path.stat().st_size < size:
+            raise RunError(
+                f"{self._path} is missing or shorter than when the latest checkpoint was written: put it back, or "
+                "remove that checkpoint to go on from the one before"
+            )
+        os.truncate(self._path, size)
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from deqkit.data import DataError
+from deqkit.layers.memory import check_memory
 from deqkit.model import SequenceModel
 from deqkit.model.weights import WeightsError, load_weights, weights_of
 from deqkit.train.checkpoint import (
@@ -209,15 +210,11 @@ def memory_of(model: SequenceModel, part: Any, rows: int, device: torch.device) 
     """One of them again, checked against the model."""
     if part is None:
         return None
-    x_B1D = torch.zeros(rows, 1, model.embedding.width)
-    memory = []
-    for cell, entry in zip(model.cells, part, strict=True):
-        empty = cell.empty_memory(x_B1D)
-        for tensor, like in zip(entry, empty, strict=True):
-            if tensor.shape[:1] + tensor.shape[2:] != like.shape[:1] + like.shape[2:]:
-                raise ValueError(f"memory of shape {tuple(tensor.shape)} where batch and width are {tuple(like.shape)}")
-        memory.append(type(empty)(*(tensor.to(device) for tensor in entry)))
-    return tuple(memory)
+    x_B1D = torch.zeros(rows, 1, model.embedding.width, device=device)
+    empty = tuple(cell.empty_memory(x_B1D) for cell in model.cells)
+    memory = tuple(type(e)(*(t.to(device) for t in entry)) for e, entry in zip(empty, part, strict=True))
+    check_memory(memory, empty)
+    return memory
 
 
 def _random_state() -> dict[str, Tensor]:
