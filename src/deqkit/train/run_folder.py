@@ -116,7 +116,7 @@ class MetricsFile:
     """One JSON object a line, and the lock of the run. Cut back when a run is resumed, so that no line occurs twice."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._is_new = path, not path.exists()
         self._file = path.open("a", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, or the process ends
@@ -131,6 +131,8 @@ class MetricsFile:
             RunError: there are fewer.
         """
         if self._path.stat().st_size < size:
+            if self._is_new:
+                self._path.unlink()
             raise RunError(
                 f"{self._path} is missing or shorter than when the latest checkpoint was written: put it back, or "
                 "remove that checkpoint to go on from the one before"
