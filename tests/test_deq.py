@@ -318,7 +318,7 @@ def test_a_start_of_the_cell_is_used_and_an_explicit_one_comes_first():
 def test_a_missing_start_is_explained():
     with pytest.raises(ValueError, match=r"pass z0.*initial_state"):
         DEQ(lambda z: 0.5 * z)()
-    with pytest.raises(ValueError, match="floating point"):
+    with pytest.raises(ValueError, match=r"pass z0.*floating-point"):
         DEQ(lambda z, x: z)(torch.tensor([[1, 2]]))
 
 
@@ -407,6 +407,44 @@ def test_an_initial_state_that_is_no_method_is_an_error_that_says_so():
     cell.initial_state = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     with pytest.raises(ValueError, match="initial_state of a cell is a method"):
         DEQ(cell)(normal(3, 4, seed=5))
+
+
+def test_a_start_of_the_wrong_shape_that_nobody_chose_is_explained():
+    for settings in ({}, {"adjoint": Unrolled(steps=2)}):
+        deq = DEQ(Mapping(4, 6), **settings)
+        with pytest.raises(RuntimeError, match="shape") as raised:
+            deq(normal(3, 4, seed=1))
+        assert "zeros in the shape of the first argument, (3, 4)" in raised.value.__notes__[0]
+        assert deq(normal(3, 4, seed=1), z0=normal(3, 6, seed=2)).shape == (3, 6)
+        with pytest.raises(RuntimeError) as raised:
+            deq(normal(3, 4, seed=1), z0=normal(3, 5, seed=2))
+        assert not hasattr(raised.value, "__notes__")  # it was chosen
+
+
+class Mapping(nn.Module):
+    """A state of another width than the input."""
+
+    def __init__(self, num_inputs, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width).double()
+        self.outer = nn.Linear(num_inputs, width).double()
+
+    def forward(self, z, x):
+        return torch.tanh(0.1 * self.inner(z) + self.outer(x))
+
+
+def test_a_bind_that_returns_something_else_is_an_error_that_says_what_it_should():
+    cell = Mapping(4, 4)
+    cell.bind = lambda x: cell.forward
+    with pytest.raises(ValueError, match=r"bind of a cell returns \(f, args\).*got method"):
+        DEQ(cell)(normal(3, 4, seed=1))
+
+
+def test_verdicts_and_solutions_print_briefly():
+    deq = DEQ(lambda z, x: 0.5 * z + x)
+    _, solution = deq(torch.ones(2, 3), return_solution=True)
+    assert repr(deq.verdicts) == "Counter({Status.CONVERGED: 2})"
+    assert repr(solution) == f"Solution({solution.describe()})" and "tensor" not in repr(solution)
 
 
 def test_samples_that_depend_on_each_other_are_named_as_a_cause():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -110,10 +112,11 @@ class DEQ(nn.Module):
         adjoint = adjoint if self.compact else adjoint.without_compaction()
         tol = self.tol if tol is None else tol
         max_steps = self.max_steps if max_steps is None else max_steps
+        is_guess = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
             z0 = self._initial_state(args)
         is_bound = hasattr(self.cell, "bind")
-        f, args = self.cell.bind(*args) if is_bound else (self.cell, args)
+        f, args = _checked(self.cell.bind(*args)) if is_bound else (self.cell, args)
         f = self._compiled(f)
         hoist = self.hoist and not is_bound and can_hoist(f)
         if isinstance(self.cell, nn.Module) and torch.is_grad_enabled():
@@ -123,7 +126,8 @@ class DEQ(nn.Module):
                 raise ValueError(f"{adjoint!r} runs its own iteration: leave out solver={solver!r}")
             if trace:
                 raise ValueError(f"{adjoint!r} runs its own iteration and records no trace")
-            z, solution = adjoint.solve(f, z0, args, tol=tol, max_steps=max_steps, compact=self.compact)
+            with _explaining_start(z0 if is_guess else None):
+                z, solution = adjoint.solve(f, z0, args, tol=tol, max_steps=max_steps, compact=self.compact)
         else:
             solver = solver or self.solver or Broyden()
             if torch.is_grad_enabled():
@@ -140,7 +144,8 @@ class DEQ(nn.Module):
                 trace=trace,
                 keep_solver_state=adjoint.needs_solver_state and torch.is_grad_enabled(),
             )
-            solution = solve(z0, tol=tol, max_steps=max_steps)
+            with _explaining_start(z0 if is_guess else None):
+                solution = solve(z0, tol=tol, max_steps=max_steps)
             while torch.is_grad_enabled() and (tol := adjoint.tighter(f, solution, args, tol, max_steps)) is not None:
                 left = max_steps - int(solution.num_evals.max())
                 solution = join(solution, solve(solution.z, tol=tol, max_steps=left))
@@ -167,11 +172,11 @@ class DEQ(nn.Module):
                     f"{type(self.cell.initial_state).__name__}; give a tensor another name, and expand it in the method"
                 )
             return self.cell.initial_state(*args)
-        if args and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor) and (args[0].is_floating_point() or args[0].is_complex()):
             return torch.zeros_like(args[0])
         raise ValueError(
             "the start of the solve is unknown: pass z0, give the cell a method initial_state(*args), or make its "
-            "first argument a tensor of the state's shape"
+            "first argument a floating-point tensor of the state's shape"
         )
 
     def _count_backward(self, solution: Solution) -> None:
@@ -195,3 +200,27 @@ class DEQ(nn.Module):
 def _check_adjoint(adjoint: Any) -> None:
     if adjoint is not None and not isinstance(adjoint, AbstractAdjoint):
         raise ValueError(f"adjoint must be one of deqkit.adjoint, for example Implicit(), got {adjoint!r}")
+
+
+def _checked(bound: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a cell's `bind` returned."""
+    if not (isinstance(bound, tuple) and len(bound) == 2 and callable(bound[0]) and isinstance(bound[1], tuple)):
+        raise ValueError(
+            "bind of a cell returns (f, args), a function f(z, *args) and the tuple of its further arguments, "
+            f"got {type(bound).__name__}"
+        )
+    return bound
+
+
+@contextlib.contextmanager
+def _explaining_start(guess: Tensor | None) -> Iterator[None]:
+    """An error about sizes may come from a start whose shape nobody chose."""
+    try:
+        yield
+    except RuntimeError as error:
+        if guess is not None and ("size" in str(error) or "shape" in str(error)):
+            error.add_note(
+                f"The solve began with zeros in the shape of the first argument, {tuple(guess.shape)}. If the state "
+                "has another, pass z0, or give the cell a method initial_state(*args)"
+            )
+        raise

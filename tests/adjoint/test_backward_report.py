@@ -1,5 +1,7 @@
 """What a backward solve tells about itself, what it refuses, and what compaction saves it."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from adjoint.cells import (
 )
 from deqkit import DEQ, NonFiniteError, Status, Tolerance
 from deqkit.adjoint import Implicit, OneStep, ReuseForward
-from deqkit.solve import Anderson, Broyden, FixedPointIteration
+from deqkit.solve import Anderson, Broyden, FixedPointIteration, NumericalWarning
 
 # B samples, N numbers in a state
 
@@ -100,6 +102,16 @@ def test_grad_rtol_tightens_both_solves_until_the_gradient_is_that_good(grad_rto
     exact = gradients(lambda: solve_tightly(cell)(x), [x, cell.weight])
     deq = DEQ(cell, tol=Tolerance(rtol=1e-1), max_steps=300, adjoint=Implicit(grad_rtol=grad_rtol, max_steps=300))
     assert relative_error(gradients(lambda: deq(x), [x, cell.weight]), exact) <= grad_rtol
+
+
+def test_a_gradient_that_stays_worse_than_asked_is_told():
+    cell, x = TanhCell(16, norm=0.9, seed=3), normal(8, 16, seed=5).requires_grad_()
+    deq = DEQ(cell, max_steps=4, adjoint=Implicit(grad_rtol=1e-3))
+    with pytest.warns(NumericalWarning, match=r"above grad_rtol=0.001: raise max_steps.*8 MAX_STEPS"):
+        deq(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DEQ(cell, max_steps=100, adjoint=Implicit(grad_rtol=1e-3, max_steps=100))(x).sum().backward()
 
 
 def test_grad_rtol_where_relative_residuals_say_nothing():

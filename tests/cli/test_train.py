@@ -195,7 +195,31 @@ def test_resuming_takes_no_other_options(run, words, capsys):
     assert "its own configuration" in capsys.readouterr().err
     assert main(["train", "demo", "--resume", str(run)]) == 2
     assert "leave out 'demo'" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "All 6 steps had been done before. Validation" in capsys.readouterr().out
     assert main(["train", "--resume", str(run), "--json"]) == 0
+
+
+def test_a_run_goes_on_with_data_that_was_moved(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    assert text_run("--out", "run") == 0
+    (tmp_path / "run-data").rename("elsewhere")
+    assert main(["train", "--resume", "run"]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["train", "--resume", "run", "--data.source", "elsewhere"]) == 0
+    (tmp_path / "my.txt").write_text("something else\n" * 2000)
+    assert main(["data", "prepare", "text", "--vocabulary", "run", "--from", "my.txt", "--out", "other"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "run", "--data.source", "other"]) == 1
+    assert "was trained on other data" in capsys.readouterr().err
+
+
+def test_an_equilibrium_that_was_never_trained_is_told_in_evaluation(tmp_path, capsys):
+    folder = tmp_path / "shallow"
+    assert train("--steps", "2", "--out", str(folder)) == 0
+    assert main(["eval", str(folder), "--max-batches", "1"]) == 0
+    assert "its equilibrium, which is evaluated here, was never trained" in capsys.readouterr().err
 
 
 def test_a_run_that_was_compiled_is_loaded_without(run, tmp_path):

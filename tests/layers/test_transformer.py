@@ -90,20 +90,14 @@ def test_blocks_of_queries_have_the_same_gradients(options, attention_dropout, m
         torch.testing.assert_close(ours, at_once, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("slopes", [[3.0, 0.6, 0.12, 0.0], [3.0, 0.0], [0.0]])
-def test_learned_distances_begin_with_a_head_that_sees_its_own_position_and_one_that_sees_all_alike(slopes):
-    config = TransformerConfig(width=8, num_heads=len(slopes), hidden_width=8, positions="learned", num_distances=9)
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+def test_learned_distances_begin_with_a_head_at_each_of_the_nearest_and_one_that_sees_all(num_heads):
+    config = TransformerConfig(width=8, num_heads=num_heads, hidden_width=8, positions="learned", num_distances=9)
     bias_HN = TransformerCell(config).distance_bias
-    assert bias_HN is not None and bias_HN.shape == (len(slopes), 9)
-    expected = -torch.tensor(slopes).unsqueeze(1) * torch.arange(9)
-    torch.testing.assert_close(bias_HN.detach(), expected)
-
-
-def test_more_heads_are_spread_over_the_same_distances():
-    config = TransformerConfig(width=8, num_heads=8, hidden_width=8, positions="learned", num_distances=2)
-    bias_HN = TransformerCell(config).distance_bias
-    assert bias_HN is not None
-    torch.testing.assert_close(-bias_HN.detach()[[0, 2, 4, 6, 7], 1], torch.tensor([3.0, 0.6, 0.12, 0.024, 0.0]))
+    assert bias_HN is not None and bias_HN.shape == (num_heads, 9)
+    seen_HN = bias_HN.detach().softmax(1)
+    assert seen_HN[:-1].argmax(1).tolist() == list(range(num_heads - 1)) and (seen_HN[:-1].amax(1) > 0.9).all()
+    assert seen_HN[-1].max() < 0.14 and (seen_HN[-1].diff() < 0).all()  # 0.11 if all were alike
 
 
 @pytest.mark.parametrize("options", [{"positions": "absolute"}, {"positions": "learned", "num_distances": 0}])

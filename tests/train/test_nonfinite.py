@@ -116,7 +116,7 @@ def test_a_learning_rate_that_is_far_too_high(corpus, tmp_path, states, depth):
     config = tiny(
         corpus, model={"depth": depth}, optimiser={"name": "sgd", "lr": 1e30, "clip": 0.0, "schedule": "constant"}
     )
-    with pytest.raises(TrainingError, match="is not finite: lower the learning rate"):
+    with pytest.raises(TrainingError, match="is not finite: begin a new run with a lower learning"):
         run(config, tmp_path / "run")
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in metrics and "Infinity" not in metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,16 @@ from deqkit.adjoint._graph import (
     transposed_product,
     twice_differentiable,
 )
-from deqkit.solve import AbstractSolver, Evaluation, Fallback, NonFiniteError, Solution, Status, Tolerance
+from deqkit.solve import (
+    AbstractSolver,
+    Evaluation,
+    Fallback,
+    NonFiniteError,
+    NumericalWarning,
+    Solution,
+    Status,
+    Tolerance,
+)
 from deqkit.solve._fixed_point import NOT_FIXED, check_settings, iterate, join
 from deqkit.solve._loop import LoopOptions
 from deqkit.solve._packing import Packing, tensors_in
@@ -93,9 +103,20 @@ class BackwardPass:
             size_B = torch.linalg.vector_norm(y_BPN, dim=(1, 2))
             curvature = self._curvature(v_BPN, y_BPN, linearised, solved)
             self.solution.grad_error = gradient_error(self.solution, solved, size_B, curvature)
+            self._warn_if_inexact(self.solution)
         if self.on_backward is not None:
             self.on_backward(solved)
         return y_BPN
+
+    def _warn_if_inexact(self, solution: Solution) -> None:
+        asked, error = self.method.grad_rtol, solution.grad_error
+        if asked is not None and error is not None and not error <= asked:
+            warnings.warn(
+                f"the estimated relative error of the gradient is {error:.2g}, above grad_rtol={asked:g}: raise "
+                f"max_steps (forward {solution.describe()}; backward {solution.backward!r})",
+                NumericalWarning,
+                stacklevel=2,
+            )
 
     def _run(self, y_BPN: Tensor, v_BPN: Tensor, linearised: Linearised, tol: Tolerance, max_steps: int) -> Solution:
         method = self.method

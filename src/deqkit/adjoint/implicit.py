@@ -36,7 +36,8 @@ class Implicit(AttachedAdjoint):
 
     grad_rtol: float | None = None
     """Tighten both solves, within their `max_steps`, until the estimated relative error of the gradient is at most
-    this. It costs two evaluations and products per look at how J changes near z*."""
+    this; a `NumericalWarning` tells when they did not suffice. It costs two evaluations and products per look at how J
+    changes near z*."""
 
     def __post_init__(self) -> None:
         self._method()

@@ -15,7 +15,7 @@ from rich.table import Table
 from deqkit.analysis.results import results_header, write_results
 from deqkit.cli._command import Command
 from deqkit.cli._terminal import STYLE, TABLE_WIDTH, with_progress
-from deqkit.solve import AbstractSolver, Tolerance
+from deqkit.solve import AbstractSolver, NonFiniteError, Tolerance
 from deqkit.train.evaluate import evaluate, measure_leak, peak_memory_mib, sweep
 from deqkit.train.load import LoadedRun, load_run
 from deqkit.train.progress import Progress
@@ -62,6 +62,10 @@ class Eval(Command):
     def run(self) -> int:
         which = int(self.checkpoint) if self.checkpoint.isdigit() else self.checkpoint
         loaded = load_run(self.run_folder, which)
+        if loaded.config.model.depth == "equilibrium" and loaded.step <= loaded.config.devices.warmup_steps:
+            layers, step = loaded.config.devices.warmup_depth, loaded.step
+            print(f"deqkit: step {step} is of the shallow start ({layers} layers): ", end="", file=sys.stderr)
+            print("its equilibrium, which is evaluated here, was never trained", file=sys.stderr)
         task = loaded.task(self.data)
         is_equilibrium = loaded.config.model.depth == "equilibrium"
         if self.sweep and not is_equilibrium:
@@ -128,15 +132,18 @@ class Eval(Command):
         def on_batch(number: int) -> None:
             show(f"evaluating {self.split}", number + 1, total)
 
-        return evaluate(
-            loaded.model,
-            task,
-            self.split,
-            max_batches=self.max_batches,
-            on_batch=on_batch,
-            progress=progress,
-            **settings,
-        )
+        try:
+            return evaluate(
+                loaded.model,
+                task,
+                self.split,
+                max_batches=self.max_batches,
+                on_batch=on_batch,
+                progress=progress,
+                **settings,
+            )
+        except NonFiniteError as error:
+            raise ValueError(f"{self.run_folder}, step {loaded.step}: try another --checkpoint ({error})") from error
 
     def _sweep(self, loaded: LoadedRun, task: AbstractTask, show: Any) -> list[dict[str, Any]]:
         return sweep(

@@ -39,7 +39,7 @@ class Train(Command):
     out: Path | None = None
     """The run's folder; runs/RECIPE if left out."""
     resume: Path | None = None
-    """A run to continue; its own configuration is used."""
+    """A run to continue, with its own configuration; --data.source tells where its data was moved."""
     dry_run: bool = False
     """Build everything, do one step, and tell what it needs; nothing is kept."""
     json: bool = False
@@ -58,10 +58,18 @@ class Train(Command):
 
     def run(self) -> int:
         if self.resume is not None:
-            if self != Train(config=demo(), resume=self.resume, json=self.json, debug=self.debug):
-                raise ValueError("a run goes on with its own configuration: leave out all options beside --resume")
+            source = self.config.data.source
+            usual = replace(demo(), data=replace(demo().data, source=source))
+            if self != Train(config=usual, resume=self.resume, json=self.json, debug=self.debug):
+                raise ValueError(
+                    "a run goes on with its own configuration: leave out all options beside --resume (but "
+                    "--data.source, for data that was moved); to change anything else, begin a new run"
+                )
             folder = RunFolder(self.resume)
-            return self._train(folder.config(), folder, resume=True)
+            config = folder.config()
+            if source != demo().data.source:
+                config = replace(config, data=replace(config.data, source=str(Path(source).resolve())))
+            return self._train(config, folder, resume=True)
         if self.dry_run:
             with tempfile.TemporaryDirectory() as scratch:
                 return _dry_run(resolve(self._with_text(Path(scratch) / "data")), as_json=self.json)
@@ -89,7 +97,10 @@ class Train(Command):
             result = train(config, folder, resume=resume, on_record=live.show)
         if torch.distributed.is_initialized() and torch.distributed.get_rank():
             return 0
-        print(json.dumps({"run": str(folder.path), **result}) if self.json else _ending(folder, config, result))
+        if self.json:
+            print(json.dumps({"run": str(folder.path), **result}))
+        else:
+            print(_ending(folder, config, result, was_done=not live.num_records))
         return 0 if result["signal"] is None else 128 + result["signal"]  # as shells have it
 
 
@@ -173,14 +184,15 @@ def _solves(record: dict[str, Any]) -> str:
     return f"{record['evals']:.1f} evaluations forward{backward}"
 
 
-def _ending(folder: RunFolder, config: TrainConfig, result: dict[str, Any]) -> str:
+def _ending(folder: RunFolder, config: TrainConfig, result: dict[str, Any], *, was_done: bool) -> str:
     path = shlex.quote(str(folder.path))
     if not result["finished"]:
         return f"Stopped after step {result['step']} of {config.steps}. Go on with: deqkit train --resume {path}"
     figures = ", ".join(f"{k} {result[k]:.4g}" for k in ("loss", "perplexity", "bits_per_byte") if k in result)
     layers = f", of {result['shallow']} layers: its equilibrium was never trained" if "shallow" in result else ""
     ending = f"The run is in {path}. Next: deqkit eval {path} --split test; deqkit report {path}"
-    return f"Validation {figures}{layers}.\n{ending}"
+    before = f"All {config.steps} steps had been done before. " if was_done else ""
+    return f"{before}Validation {figures}{layers}.\n{ending}"
 
 
 class _Live:
@@ -190,6 +202,7 @@ class _Live:
         self._console = Console(stderr=True)
         self._steps = config.steps
         self._last = -1e9
+        self.num_records = 0
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
         self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
         self._task: Any = None
@@ -205,6 +218,7 @@ class _Live:
             self._progress.stop()
 
     def show(self, record: dict[str, Any]) -> None:
+        self.num_records += 1
         if record["kind"] == "valid":
             self._console.print(_line(record), highlight=False, soft_wrap=True)
         elif self._task is not None:

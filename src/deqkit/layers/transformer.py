@@ -118,7 +118,7 @@ class TransformerCell(nn.Module):
         biases = torch.randn(2, config.num_heads, inner // config.num_heads) * (0.05 if std is None else std)
         self.content_bias = nn.Parameter(biases[0].clone())
         self.position_bias = None if learned else nn.Parameter(biases[1].clone())
-        self.distance_bias = nn.Parameter(_recency(config.num_heads, config.num_distances)) if learned else None
+        self.distance_bias = nn.Parameter(_first_distances(config.num_heads, config.num_distances)) if learned else None
         self.injection = make_linear(width, 3 * inner, std=std) if config.inject else None
 
     @property
@@ -269,12 +269,13 @@ class TransformerCell(nn.Module):
         return torch.rand(shape, device=u_BTG.device, generator=generator) >= self.config.attention_dropout
 
 
-def _recency(num_heads: int, num_distances: int) -> Tensor:
-    """How learned distances begin: the first head sees little but its own position, each further one so many times as
-    far (five times with four heads, less with more), the last all positions alike."""
-    slope_H = 3 * 0.2 ** (4 / num_heads * torch.arange(num_heads, dtype=torch.float32))
-    slope_H[-1] = 0
-    return -slope_H.unsqueeze(1) * torch.arange(num_distances)
+def _first_distances(num_heads: int, num_distances: int) -> Tensor:
+    """How learned distances begin: every head at a distance of its own, the first at the query's position, the next one
+    before it and so on; the last sees all positions, near ones a little more."""
+    away_HN = (torch.arange(num_distances) - torch.arange(num_heads).unsqueeze(1)).abs().float()
+    bias_HN = -3.0 * away_HN
+    bias_HN[-1] = -0.05 * torch.arange(num_distances)
+    return bias_HN
 
 
 class _Weights(NamedTuple):

@@ -202,9 +202,7 @@ class FunctionProblem:
         return torch.get_autocast_dtype(device) if on else None
 
 
-ONE_SAMPLE = (
-    "make what belongs together one sample: fixed_point(lambda z, x: f(z[0], x[0])[None], z0[None], (x[None],))"
-)
+ONE_SAMPLE = "make what belongs together one sample: DEQ(lambda z, x: f(z[0], x[0])[None])(x[None])[0]"
 NOT_FIXED = (
     "f is not one fixed function: at the same point it gave two results. A dropout layer in training mode does this: "
     "draw its mask once per solve, outside f (pass it in args), or call eval() on the layer. So does an f in which "
@@ -213,8 +211,8 @@ NOT_FIXED = (
 )
 DEPENDENT = (
     "f gives samples another result alone than beside the others: they depend on each other, as through batch norm in "
-    "training mode (call eval() on it), attention over the wrong axis (batch_first=True), or the edges of a graph. "
-    f"Then {ONE_SAMPLE}"
+    "training mode (call eval() on it; if it does not see z, apply it before the solve), attention over the wrong axis "
+    f"(batch_first=True), or the edges of a graph. Then {ONE_SAMPLE}"
 )
 IN_PLACE = (
     "f changes its state, its arguments or what it returned before in place, which are still needed. Let it make a new "

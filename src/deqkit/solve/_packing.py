@@ -181,7 +181,7 @@ def check_batch_first(args: tuple[Any, ...], batch_size: int) -> None:
     for t in tensors_in(args):
         if t.ndim < 1 or t.shape[0] != batch_size:
             raise ValueError(
-                f"tensors in args belong to samples and need the batch size {batch_size} on axis 0, got shape "
+                f"tensors in args belong to samples and need the batch size {batch_size} of z0 on axis 0, got shape "
                 f"{tuple(t.shape)}; let f close over tensors that all samples share"
             )
 
@@ -195,7 +195,11 @@ def _index_tensors(tree: Any, found: list[Tensor]) -> Any:
         return {key: places[key] for key in tree}
     if type(tree) is tuple:
         return tuple(_index_tensors(value, found) for value in tree)
-    raise ValueError(f"a state is a tensor or a plain tuple or dict of tensors, got {type(tree).__name__}")
+    raise ValueError(
+        f"a state is a tensor or a plain tuple or dict of tensors, got {type(tree).__name__}; convert it with tuple()"
+        if isinstance(tree, list | tuple)
+        else f"a state is a tensor or a plain tuple or dict of tensors, got {type(tree).__name__}"
+    )
 
 
 def _fill(structure: Any, tensors: list[Tensor]) -> Any:

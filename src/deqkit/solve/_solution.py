@@ -22,12 +22,15 @@ class Status(enum.Enum):
     def severity(self) -> int:
         return _SEVERITY[self]
 
+    def __repr__(self) -> str:
+        return f"Status.{self.name}"
+
 
 _SEVERITY = {status: rank for rank, status in enumerate(Status)}
 _BY_SEVERITY = tuple(Status)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, repr=False)
 class Solution:
     """The best state found for every sample, with an honest account of it.
 
@@ -64,7 +67,7 @@ class Solution:
     """The solve of the latest backward pass through this solution; None before one."""
     grad_error: float | None = None
     """Estimated relative error of the gradient of the latest backward pass; None before one."""
-    solver_state: Any = dataclasses.field(default=None, repr=False)
+    solver_state: Any = None
     """Pairs (samples, the solver's memory when they were done), kept only on request, for `ReuseForward`."""
 
     @property
@@ -76,6 +79,9 @@ class Solution:
     def sample_status(self) -> tuple[Status, ...]:
         """One verdict per sample."""
         return tuple(_BY_SEVERITY[code] for code in self.codes.tolist())
+
+    def __repr__(self) -> str:
+        return f"Solution({self.describe()})"
 
     def describe(self) -> str:
         """One line for people: verdicts, worst residual, evaluations."""

@@ -29,8 +29,8 @@ class DataConfig:
     """What is learned from, and how it is cut into batches."""
 
     source: str = "embedded"
-    """"embedded" (the documentation of Python's standard library), "copy-memory", or a folder that
-    `deqkit data prepare` made."""
+    """"embedded" (the documentation of Python's standard library), "copy-memory", a folder that `deqkit data prepare`
+    made, or for `deqkit train` a text file, which it prepares first."""
     batch: int = 32
     """Sequences side by side, over all processes."""
     length: int = 64
@@ -80,7 +80,8 @@ class OptimiserConfig:
     clip: float = 0.25
     """Largest norm of the gradient; 0 for no limit."""
     accumulate: int = 1
-    """Parts that a batch is cut into, one after the other, to save memory. The result is the same."""
+    """Parts that a batch is cut into, one after the other, to save memory. The result is the same, but for dropout,
+    which draws masks for every part."""
     average_after: int | None = None
     """Evaluate with the mean of the weights since this step (averaged SGD); None for the weights themselves."""
     schedule: Literal["constant", "cosine", "inverse-sqrt", "plateau"] = "cosine"

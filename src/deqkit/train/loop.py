@@ -63,7 +63,7 @@ def train(
         the signal that stopped it, if one did.
     """
     _check_trackers(config)
-    if config.model.depth == "equilibrium" and 0 < config.steps <= config.devices.warmup_steps:
+    if not resume and config.model.depth == "equilibrium" and 0 < config.steps <= config.devices.warmup_steps:
         logger.warning(
             "all %d steps are of the shallow start (devices.warmup_steps is %d): the equilibrium is never trained. "
             "Pass --devices.warmup-steps %d, or more --steps",
@@ -246,7 +246,8 @@ def _require_finite(value: Tensor, what: str) -> None:
 
 def _not_finite(what: str) -> TrainingError:
     return TrainingError(
-        f"{what} is not finite: lower the learning rate, lengthen its warm-up, clip harder, or add regulariser.spectral"
+        f"{what} is not finite: begin a new run with a lower learning rate, a longer warm-up of it, a lower clip, or "
+        "regulariser.spectral"
     )
 
 

@@ -139,6 +139,7 @@ def open_task(config: TrainConfig) -> AbstractTask:
         return TextTask(embedded_corpus(vocab_size=config.data.embedded_vocabulary), config.data)
     if not source:
         raise ValueError(
-            f"recipe {config.recipe} needs text: prepare it with `deqkit data prepare` and pass --data.source DIR"
+            f"recipe {config.recipe} needs text: pass --data.source with a text file, or with a folder that "
+            "`deqkit data prepare` made, for example `deqkit data prepare ptb --download --out DIR`"
         )
     return TextTask(open_corpus(Path(source)), config.data)
