@@ -69,10 +69,14 @@ def test_a_cell_of_the_users_own(tmp_path, capsys):
         "def make():\n"
         "    return Cell(), torch.ones(2, 3)\n"
     )
-    assert bench("--cell", f"{file}:make", "--out", str(out), "--json", "--only", "default", "fixed_point_iter") == 0
+    options = ["--cell", f"{file}:make", "--out", str(out), "--json", "--only"]
+    assert bench(*options, "default", "fixed_point_iter", "prefix") == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert not any("prefix" in row["method"] for row in cell["rows"])  # no positions
     assert all(row["failure"] is None and row["grad_error"] < 1e-2 for row in cell["rows"])
     assert {row["library"] for row in cell["rows"]} == {"torchdeq", "deqkit"}
+    assert bench(*options, "prefix") == 1
+    assert "has no positions" in capsys.readouterr().err
 
 
 def test_without_torchdeq_its_rows_are_reported_missing(tmp_path, capsys, monkeypatch):

@@ -53,6 +53,8 @@ class Method:
     library: str
     name: str
     build: Callable[[nn.Module, Settings], Solve]
+    causal: bool = False
+    """Only for states with positions, on axis 1, before their features."""
 
     @property
     def label(self) -> str:
@@ -150,7 +152,12 @@ def _deqkit_methods() -> list[Method]:
             ),
         ),
         *(
-            Method(library="deqkit", name=name, build=_deqkit(solver=forward, adjoint_solver=backward))
+            Method(
+                library="deqkit",
+                name=name,
+                build=_deqkit(solver=forward, adjoint_solver=backward),
+                causal=forward.group == "prefix",
+            )
             for name, (forward, backward) in pairs.items()
         ),
     ]

@@ -127,7 +127,10 @@ class _CellBench:
             _Row(method=method, settings=one, solve=method.build(self.cell, one))
             for one in settings
             for method in methods
+            if not method.causal or all(leaf.ndim > 2 for leaf in tree_leaves(self.start))
         ]
+        if not self.rows:
+            raise ValueError(f"the state of {name} has no positions: leave out only={config.only}, causal solvers")
 
     def run(self) -> dict[str, Any]:
         num_done, num_steps = 0, len(self.rows) * (self.config.rounds + 1) + 1
