@@ -28,8 +28,8 @@ class Reversible(AbstractAdjoint):
     The backward pass recomputes the states from the last pair, so the gradient is that of the steps taken whether or
     not they converged, and nothing is stored per step. Each step costs two evaluations of f, each backward step two
     evaluations and two products. Errors of the recomputation grow by 1 / (1 - b) a step; sums of float32 states are
-    therefore kept in float64. It runs its own forward pass, so a DEQ that uses it takes no solver. No second
-    derivatives.
+    therefore kept in float64. `max_steps` bounds the evaluations of the steps; one more measures what is returned. It
+    runs its own forward pass, so a DEQ that uses it takes no solver. No second derivatives.
     """
 
     damping: float = 0.5

@@ -98,7 +98,7 @@ def trellis_demo() -> TrainConfig:
         config,
         recipe="demo-trellisnet",
         model=model,
-        optimiser=replace(config.optimiser, lr=4e-2),
+        optimiser=replace(config.optimiser, lr=4e-2, weight_decay=0.0),
         devices=DeviceConfig(warmup_depth=10, warmup_steps=200),
         regulariser=RegulariserConfig(),
         steps=300,

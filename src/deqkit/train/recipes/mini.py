@@ -23,7 +23,9 @@ def demo() -> TrainConfig:
         recipe="demo",
         model=_mini_model(VocabularyConfig(size=2048, embedding_width=96), width=96, hidden_width=384),
         data=DataConfig(batch=16, length=64, fit_vocabulary=True),
-        optimiser=OptimiserConfig(name="adamw", lr=5e-3, betas=(0.9, 0.98), clip=0.5, warmup_steps=30, floor=0.03),
+        optimiser=OptimiserConfig(
+            name="adamw", lr=5e-3, betas=(0.9, 0.98), weight_decay=0.3, clip=0.5, warmup_steps=30, floor=0.03
+        ),
         devices=DeviceConfig(warmup_steps=150),
         regulariser=RegulariserConfig(spectral=0.02),
         steps=300,
@@ -192,6 +194,9 @@ def _mini(vocabulary: VocabularyConfig, name: str, source: str) -> TrainConfig:
         recipe=name,
         model=model,
         data=DataConfig(source=source, batch=32, length=64, eval_batch=32),
+        # After 600 steps of seed 1, which had learned slowly, validation perplexity is 195 without decay and 186 with
+        # 0.1; with heads that begin at distances of their own it is 171 with 0.3 and 174 with 0.6. An LSTM gains as
+        # much (172 without, 164 with 0.3), untied layers some 2 %.
         optimiser=OptimiserConfig(
             name="adamw", lr=4e-3, betas=(0.9, 0.98), weight_decay=0.3, clip=0.5, warmup_steps=60, floor=0.03
         ),
