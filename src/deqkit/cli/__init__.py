@@ -153,8 +153,8 @@ def _parse(words: list[str]) -> Command:
         read = functools.partial(
             tyro.cli,
             command_type,
-            prog=prog,
-            description=entry.help,
+            prog=f"{prog} {command_type.subject}".rstrip(),
+            description=entry.help if default is None else f"{entry.help}{default.remark()}",
             default=tyro.MISSING_NONPROP if default is None else default,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
             registry=importlib.import_module("deqkit.cli._config").registry(),

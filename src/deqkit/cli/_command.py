@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(abc.ABC):
     """A command of the command line: its options are the fields, its work is `run`."""
+
+    subject: ClassVar[str] = ""
+    """What is written before the options, as the usage line has it."""
 
     debug: bool = False
     """Show the traceback of an error."""
@@ -17,6 +21,10 @@ class Command(abc.ABC):
     def default(cls, words: list[str]) -> tuple[Command | None, list[str]]:
         """What the options start from, and the words that are left to be read as options."""
         return None, words
+
+    def remark(self) -> str:
+        """What help should say about the defaults it shows."""
+        return ""
 
     @abc.abstractmethod
     def run(self) -> int:

@@ -33,7 +33,7 @@ def _expression_rule(info: Any) -> Any:
         metavar=EXPRESSION_TYPES[kind],
         instance_from_str=lambda words: _parse(words[0], kind),
         is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=lambda value: [repr(value)],
+        str_from_instance=lambda value: [repr(value).replace("'", '"')],  # it is shown within single quotes
     )
 
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import tyro
@@ -34,6 +34,8 @@ from deqkit.train.tasks import BUILT_IN, resolve
 class Train(Command):
     """Train a recipe, or continue a run. Every field of the recipe is an option."""
 
+    subject: ClassVar[str] = "RECIPE"
+
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     """The recipe."""
     out: Path | None = None
@@ -55,6 +57,9 @@ class Train(Command):
         if "--resume" in words or "-h" in words or "--help" in words:
             return cls(config=demo()), words
         raise ValueError(f"train needs a recipe, one of {', '.join(RECIPES)}, or --resume RUN")
+
+    def remark(self) -> str:
+        return f"; defaults below are of the recipe {self.config.recipe}, `deqkit recipes` lists all"
 
     def run(self) -> int:
         if self.resume is not None:
