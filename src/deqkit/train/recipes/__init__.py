@@ -46,7 +46,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "copy-memory-tcn": copy_memory_tcn,
     "ptb-mini": ptb_mini,
     "ptb-mini-tied-16": lambda: layers(ptb_mini(), 16, tied=True),
-    "ptb-mini-untied-4": lambda: untied(ptb_mini(), 4, lr=1.6e-3),
+    "ptb-mini-untied-4": lambda: untied(ptb_mini(), 4, lr=3e-3),
     "ptb-mini-lstm": ptb_mini_lstm,
     "wikitext-2-mini": wikitext_2_mini,
     "wikitext-2-mini-tied-16": lambda: layers(wikitext_2_mini(), 16, tied=True),
