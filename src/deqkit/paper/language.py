@@ -204,7 +204,7 @@ def _with_lstm(corpus: str, recipe: str, lstm: str, seeds: tuple[int, ...]) -> t
 QUICK_SMALL = (
     Contender(label=DEQ, config=_demo),
     Contender(label=f"{TIED} of 12", config=lambda workshop: workshop.recipe("demo-tied-12")),
-    Contender(label=UNTIED, config=lambda workshop: untied(workshop.recipe("demo"), 4, lr=2e-3)),
+    Contender(label=UNTIED, config=lambda workshop: untied(workshop.recipe("demo"), 4, lr=4e-3)),
 )
 QUICK_TRELLIS = (
     Contender(label="DEQ-TrellisNet", config=lambda workshop: trellis_demo()),
