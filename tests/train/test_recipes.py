@@ -87,7 +87,8 @@ def test_counterparts_are_what_their_names_say(name):
     config, original = RECIPES[name](), RECIPES[base]()
     assert (config.model.depth, config.model.tied) == (int(depth), kind == "tied")
     assert original.model.depth == "equilibrium"
-    lr = 1.6e-3 if kind == "untied" and "-mini" in name else original.optimiser.lr
+    untied = {"ptb-mini-untied-4": 3e-3, "wikitext-2-mini-untied-4": 1.6e-3}
+    lr = untied.get(name, original.optimiser.lr)
     assert config.optimiser == replace(original.optimiser, lr=lr)
     assert (config.data, config.steps) == (original.data, original.steps)
     assert config.regulariser.jacobian == config.regulariser.spectral == 0
@@ -121,7 +122,7 @@ def test_layers_keep_nothing_of_an_equilibrium():
 
 
 def test_a_recipe_without_text_says_what_to_do():
-    with pytest.raises(ValueError, match="recipe ptb-mini needs text: prepare it with `deqkit data prepare`"):
+    with pytest.raises(ValueError, match="recipe ptb-mini needs text: pass --data.source with a text file, or"):
         make_task(RECIPES["ptb-mini"]())
 
 
