@@ -410,8 +410,8 @@ def test_an_initial_state_that_is_no_method_is_an_error_that_says_so():
 
 
 def test_a_start_of_the_wrong_shape_that_nobody_chose_is_explained():
-    for settings in ({}, {"adjoint": Unrolled(steps=2)}):
-        deq = DEQ(Mapping(4, 6), **settings)
+    for adjoint in (Implicit(), Unrolled(steps=2)):
+        deq = DEQ(Mapping(4, 6), adjoint=adjoint)
         with pytest.raises(RuntimeError, match="shape") as raised:
             deq(normal(3, 4, seed=1))
         assert "zeros in the shape of the first argument, (3, 4)" in raised.value.__notes__[0]
@@ -434,10 +434,12 @@ class Mapping(nn.Module):
 
 
 def test_a_bind_that_returns_something_else_is_an_error_that_says_what_it_should():
-    cell = Mapping(4, 4)
-    cell.bind = lambda x: cell.forward
+    class Forgetful(Mapping):
+        def bind(self, x):
+            return self.forward
+
     with pytest.raises(ValueError, match=r"bind of a cell returns \(f, args\).*got method"):
-        DEQ(cell)(normal(3, 4, seed=1))
+        DEQ(Forgetful(4, 4))(normal(3, 4, seed=1))
 
 
 def test_verdicts_and_solutions_print_briefly():
