@@ -63,9 +63,9 @@ class Eval(Command):
         which = int(self.checkpoint) if self.checkpoint.isdigit() else self.checkpoint
         loaded = load_run(self.run_folder, which)
         if loaded.config.model.depth == "equilibrium" and loaded.step <= loaded.config.devices.warmup_steps:
-            layers, step = loaded.config.devices.warmup_depth, loaded.step
-            print(f"deqkit: step {step} is of the shallow start ({layers} layers): ", end="", file=sys.stderr)
-            print("its equilibrium, which is evaluated here, was never trained", file=sys.stderr)
+            shallow = f"step {loaded.step} is of the shallow start ({loaded.config.devices.warmup_depth} layers)"
+            told = f"deqkit: {shallow}: its equilibrium, which is evaluated here, was never trained"
+            print(told, file=sys.stderr)
         task = loaded.task(self.data)
         is_equilibrium = loaded.config.model.depth == "equilibrium"
         if self.sweep and not is_equilibrium:

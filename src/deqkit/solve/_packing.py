@@ -195,11 +195,8 @@ def _index_tensors(tree: Any, found: list[Tensor]) -> Any:
         return {key: places[key] for key in tree}
     if type(tree) is tuple:
         return tuple(_index_tensors(value, found) for value in tree)
-    raise ValueError(
-        f"a state is a tensor or a plain tuple or dict of tensors, got {type(tree).__name__}; convert it with tuple()"
-        if isinstance(tree, list | tuple)
-        else f"a state is a tensor or a plain tuple or dict of tensors, got {type(tree).__name__}"
-    )
+    remedy = "; convert it with tuple()" if isinstance(tree, list | tuple) else ""
+    raise ValueError(f"a state is a tensor or a plain tuple or dict of tensors, got {type(tree).__name__}{remedy}")
 
 
 def _fill(structure: Any, tensors: list[Tensor]) -> Any:

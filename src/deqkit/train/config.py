@@ -205,7 +205,7 @@ class TrainConfig:
         _one_of(("float32", "bf16"), precision=self.precision)
         if self.model.depth != "equilibrium":
             self._check_stack()
-        if self.devices.early_adjoint is not None and not self.devices.early_adjoint.owns_forward:
+        if self.devices.early_adjoint is not None:
             self.devices.early_adjoint.check_solver(self.model.solver)
         average_after = self.optimiser.average_after
         if average_after is not None and average_after >= self.steps:
