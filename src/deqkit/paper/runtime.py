@@ -28,7 +28,7 @@ BAR = 1.0
 """Times as long as the stack at most, in training and in inference."""
 EQUAL = 1.02
 """Up to this factor on the perplexity a DEQ counts as no worse than the trained stack."""
-LOOSER = (0.2, 0.1, 7e-2, 5e-2, 4e-2)
+LOOSER = (0.2, 0.1, 7e-2, 5e-2, 4e-2, 3e-2, 2e-2)
 """Tolerances of evaluation at which a DEQ may be as good as the stack already, loosest first."""
 DEQ = "DEQ"
 

@@ -50,7 +50,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "ptb-mini-lstm": ptb_mini_lstm,
     "wikitext-2-mini": wikitext_2_mini,
     "wikitext-2-mini-tied-16": lambda: layers(wikitext_2_mini(), 16, tied=True),
-    "wikitext-2-mini-untied-4": lambda: untied(wikitext_2_mini(), 4, lr=1.6e-3),
+    "wikitext-2-mini-untied-4": lambda: untied(wikitext_2_mini(), 4, lr=3e-3),
     "wikitext-2-mini-lstm": wikitext_2_mini_lstm,
     "ptb-mini-long": ptb_mini_long,
     "ptb-mini-lstm-long": ptb_mini_lstm_long,

@@ -47,14 +47,14 @@ def ptb_mini() -> TrainConfig:
 
 
 def wikitext_2_mini() -> TrainConfig:
-    """A DEQ-Transformer with six million parameters on WikiText-2.
+    """A DEQ-Transformer with six million parameters on WikiText-2, nearly all of them in the table of words.
 
-    Nearly all of them are in the table of words, which wants a lower rate than that of Penn Treebank: with 2e-3 the
-    validation perplexity after 300 steps is 411, with 4e-3 it is 458.
+    The rate is that of Penn Treebank: a training of 400 shallow steps ends at a validation perplexity of 322, with half
+    the rate at 367.
     """
-    vocabulary = VocabularyConfig(size=WIKITEXT2_WORDS, embedding_width=160, cutoffs=(2_000, 10_000))
-    config = _mini(vocabulary, "wikitext-2-mini", "")
-    return replace(config, optimiser=replace(config.optimiser, lr=2e-3))
+    return _mini(
+        VocabularyConfig(size=WIKITEXT2_WORDS, embedding_width=160, cutoffs=(2_000, 10_000)), "wikitext-2-mini", ""
+    )
 
 
 def ptb_mini_lstm() -> TrainConfig:
@@ -118,18 +118,18 @@ def _mini_lstm(config: TrainConfig) -> TrainConfig:
 
 
 def ptb_mini_long() -> TrainConfig:
-    """ptb-mini for an hour of one core: twice the steps, against which dropout must hold."""
+    """ptb-mini for an hour of one core: more steps, against which dropout must hold."""
     config = ptb_mini()
     cell: Any = replace(config.model.cell, dropout=0.15, hidden_dropout=0.15)  # pyright: ignore
-    model = replace(config.model, cell=cell, input_dropout=0.2, output_dropout=0.2)
-    return _long(config, model, steps=5_000, lr=2e-3)
+    model = replace(config.model, cell=cell, input_dropout=0.25, output_dropout=0.25)
+    return _long(config, model, steps=6_000, lr=2.5e-3)
 
 
 def ptb_mini_lstm_long() -> TrainConfig:
     """ptb-mini-lstm for some two thirds of the time of ptb-mini-long, in which it sees more text."""
     config = ptb_mini_lstm()
     model = replace(config.model, input_dropout=0.4, output_dropout=0.4)
-    return _long(config, model, steps=8_000, lr=4e-3)
+    return _long(config, model, steps=10_000, lr=4e-3)
 
 
 def wikitext_2_mini_long() -> TrainConfig:
@@ -187,9 +187,9 @@ def _mini_model(vocabulary: VocabularyConfig, *, width: int, hidden_width: int) 
 
 
 def _mini(vocabulary: VocabularyConfig, name: str, source: str) -> TrainConfig:
-    # With 5e-2 the perplexity of ptb-mini is 0.15 % higher; with 5e-3 it is 0.1 % lower, for half as many evaluations
-    # again.
-    model = replace(_mini_model(vocabulary, width=160, hidden_width=800), eval_tol=Tolerance(rtol=3e-2))
+    # The validation perplexity of ptb-mini is 105.02 with 3e-2 (6.1 evaluations), 104.77 with 1e-2 (8.3) and no lower
+    # with 3e-3 (10.7). Solving its training to 5e-3, and its gradients to 1e-2, gains nothing.
+    model = replace(_mini_model(vocabulary, width=160, hidden_width=800), eval_tol=Tolerance(rtol=1e-2))
     return TrainConfig(
         recipe=name,
         model=model,
