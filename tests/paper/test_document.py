@@ -72,6 +72,21 @@ def test_rows_that_are_run_alone_leave_the_others(tmp_path):
     assert rows["lstm"]["measured"] == "again" and rows["copy-memory"]["measured"] == "7 of 7"
 
 
+@pytest.mark.parametrize("measured", ["not measured", "not measured: no data"])
+def test_what_could_not_be_measured_now_does_not_replace_an_earlier_measurement(tmp_path, measured):
+    nothing = result("lstm", measured=measured, holds=None)
+    save_quick(tmp_path, {"lstm": nothing})
+    assert read_best(tmp_path)["lstm"]["measured"] == measured  # there was none
+    save_quick(tmp_path, {"lstm": result("lstm", measured="quick figure")})
+    save_quick(tmp_path, {"lstm": nothing, "copy-memory": result("copy-memory")})
+    assert read_best(tmp_path)["lstm"]["measured"] == "quick figure"
+    assert "copy-memory" in read_best(tmp_path)
+    assert save_full(tmp_path, {**nothing, "full": True}).startswith("written to")
+    save_full(tmp_path, result("lstm", full=True, measured="long figure"))
+    assert "keeps" in save_full(tmp_path, {**nothing, "full": True})
+    assert read_best(tmp_path)["lstm"]["measured"] == "long figure"
+
+
 def test_tables_and_figures(tmp_path):
     table = {"columns": ["model", "a|b"], "rows": [["x", "1"], ["y", "2"]]}
     panels = [{"title": "first", **LINES}, {"title": "second", **BARS}]

@@ -69,9 +69,12 @@ class Paper(Command):
             if not self.json:
                 _print_result(claim, results[claim.row])
             # At once: a row may have taken hours.
-            written = save_full(self.out, results[claim.row]) if self.full else save_quick(self.out, results)
-            if self.full and not self.json:
-                print(f"  written to {written}")
+            if not self.full:
+                save_quick(self.out, results)
+                continue
+            saved = save_full(self.out, results[claim.row])
+            if not self.json:
+                print(f"  {saved}")
         if self.json:
             print(json.dumps(results))
             return 0

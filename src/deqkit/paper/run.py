@@ -48,15 +48,24 @@ def _no_check(claim: Claim, *, full: bool) -> str:
     return f"{claim.row} cannot be checked here: {claim.elsewhere}"
 
 
-def save_full(folder: Path, result: Result) -> Path:
-    """One file a row: full lengths are run one by one."""
-    return write_results(folder / FULL_FOLDER / f"{result['row']}.json", result)
+def save_full(folder: Path, result: Result) -> str:
+    """One file a row: full lengths are run one by one. Tells what became of it."""
+    path = folder / FULL_FOLDER / f"{result['row']}.json"
+    if _is_loss(read_full(folder).get(result["row"]), result):
+        return f"{path} keeps what was measured before"
+    return f"written to {write_results(path, result)}"
 
 
-def save_quick(folder: Path, results: dict[str, Result]) -> Path:
+def save_quick(folder: Path, results: dict[str, Result]) -> None:
     """All quick rows in one file; rows that were not run now stay as they are, with their own date and commit."""
-    rows = {**read_quick(folder), **results}
-    return write_results(folder / QUICK_FILE, {"benchmark": "paper", "rows": rows})
+    before = read_quick(folder)
+    new = {row: result for row, result in results.items() if not _is_loss(before.get(row), result)}
+    write_results(folder / QUICK_FILE, {"benchmark": "paper", "rows": {**before, **new}})
+
+
+def _is_loss(before: Result | None, now: Result) -> bool:
+    """A row that lacks its data, or a training that is under way, is no reason to forget an earlier measurement."""
+    return verdict(now) == "not measured" and verdict(before) != "not measured"
 
 
 def read_quick(folder: Path) -> dict[str, Result]:

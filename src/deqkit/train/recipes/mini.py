@@ -126,7 +126,7 @@ def ptb_mini_long() -> TrainConfig:
 
 
 def ptb_mini_lstm_long() -> TrainConfig:
-    """ptb-mini-lstm for some two thirds of the time of ptb-mini-long, in which it sees more text."""
+    """ptb-mini-lstm for half the time of ptb-mini-long, in which it sees more text."""
     config = ptb_mini_lstm()
     model = replace(config.model, input_dropout=0.4, output_dropout=0.4)
     return _long(config, model, steps=10_000, lr=4e-3)
