@@ -99,8 +99,8 @@ def against_lstm(workshop: Workshop, *, contenders: Sequence[Contender], text: s
         scale=f"{text}; {describe_runs(found)}",
         holds=holds,
         numbers=_numbers(found, unigram),
-        remark=f"{what}The trainings took {minutes} minutes; a token takes the DEQ {speed:.1f} times as long as the LSTM."
-        f"{told}",
+        remark=f"{what}The trainings took {minutes} minutes; a token takes the DEQ {speed:.1f} times as long as the "
+        f"LSTM.{told}",
     )
 
 
