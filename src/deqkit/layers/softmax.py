@@ -89,14 +89,14 @@ class Softmax(nn.Module):
 
     def _classes(self) -> Iterator[_Class]:
         projections = list(self.projections) or [None] * len(self.vocabulary.classes)
-        for i, (start, end) in enumerate(self.vocabulary.classes):
-            if self.vocabulary.div_val == 1:
-                table, bias = self.tables[0][start:end], self.biases[0][start:end]
-            else:
-                table, bias = self.tables[i], self.biases[i]
+        tables, biases = list(self.tables), list(self.biases)
+        if len(tables) < len(projections):  # one table: split at once, as every slice has a gradient of its whole size
+            sizes = [end - start for start, end in self.vocabulary.classes]
+            tables, biases = tables[0].split(sizes), biases[0].split(sizes)
+        for i, (projection, table, bias) in enumerate(zip(projections, tables, biases, strict=True)):
             if i == 0 and self.vocabulary.cutoffs:
                 table, bias = torch.cat([table, self.class_table]), torch.cat([bias, self.class_bias])
-            yield _Class(projections[i], table, bias)
+            yield _Class(projection, table, bias)
 
 
 def _nll(part: _Class, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
