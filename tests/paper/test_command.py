@@ -1,6 +1,7 @@
 """`deqkit paper` on the command line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,19 @@ def test_full_length(cheap, paper, tmp_path):
     found = json.loads((tmp_path / "results" / "paper" / "long-only.json").read_text())
     assert found["row"] == "long-only" and found["full"] is True and found["measured"] == "41 of 42"
     assert not (tmp_path / "results" / "paper_quick.json").exists()
+
+
+def test_reuse(paper, monkeypatch):
+    """What a result has measured is handed to the row that asks for it, if the caller wants that."""
+    found = {"found": [{"label": "one", "runs": [{"fingerprint": "f00"}, {"seed": 1}]}]}
+    first = Claim(row="first", where="-", claim="-", paper="-", full=lambda w: replace(FIGURE, numbers=found))
+    second = Claim(
+        row="second", where="-", claim="-", paper="-", full=lambda w: replace(FIGURE, measured=str(dict(w.measured)))
+    )
+    monkeypatch.setattr(rows, "CLAIMS", (first, second))
+    paper("--full", "first")
+    assert "{}" in paper("--full", "second")[1]
+    assert "{'f00': {'fingerprint': 'f00'}}" in paper("--full", "second", "--reuse")[1]
 
 
 def test_json(cheap, paper):

@@ -13,6 +13,7 @@ from deqkit.paper import copy_memory, language
 from deqkit.paper.measure import (
     COLUMNS,
     Contender,
+    apart,
     bars,
     compare,
     listed,
@@ -108,6 +109,31 @@ def test_with_a_contender_missing_a_claim_can_fail_but_not_hold(workshop, corpus
     assert verdict_of(True, contenders, found) == (None, " Not trained: third.")
     assert verdict_of(False, contenders, found)[0] is False
     assert verdict_of(True, contenders[:2], found) == (True, "")
+
+
+def test_what_was_measured_before_is_not_trained_again(workshop, corpus, tmp_path):
+    """Only the same training on the same data counts; what is there is measured anew."""
+    config = equilibrium(corpus)
+    before = measure(workshop, config)
+    elsewhere = Workshop(runs=tmp_path, seeds=(), measured={before["fingerprint"]: before})
+    assert measure(elsewhere, config) is before and not elsewhere.has(config)
+    contenders = [
+        Contender(label="one", config=lambda workshop: config, seeds=(0, 1)),
+        Contender(label="same", config=lambda workshop: replace(config, checkpoint_every=5)),
+    ]
+    assert [one["runs"] for one in compare(elsewhere, contenders)] == [[before], [before]]
+    another = [contenders[0], Contender(label="other", config=lambda workshop: replace(config, steps=7))]
+    with pytest.raises(ValueError, match="leaves too little of one, other to compare"):
+        compare(elsewhere, another)
+    assert measure(replace(workshop, measured={before["fingerprint"]: {}}), config) is before
+
+
+def test_models_measured_by_different_versions_are_told_apart():
+    def found(*commits):
+        return [{"runs": [{"commit": commit} for commit in commits]}]
+
+    assert apart(found("a" * 40, "a" * 40)) == "" and apart([{"runs": [{}]}]) == ""
+    assert apart(found("b" * 40, "a" * 40)) == " Measured at commits aaaaaaa and bbbbbbb."
 
 
 def run_of(seed: int, perplexity: float) -> dict[str, Any]:

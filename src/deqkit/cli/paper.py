@@ -18,7 +18,7 @@ from deqkit.cli._terminal import STYLE, TABLE_WIDTH
 from deqkit.paper.claim import Claim
 from deqkit.paper.document import write
 from deqkit.paper.rows import CLAIMS, PARTS, find
-from deqkit.paper.run import QUICK_FILE, Result, check, read_best, save_full, save_quick, verdict
+from deqkit.paper.run import QUICK_FILE, Result, check, read_best, read_measured, save_full, save_quick, verdict
 from deqkit.paper.workshop import Workshop
 
 
@@ -40,6 +40,8 @@ class Paper(Command):
     """A folder with the prepared corpora ptb, wikitext-2 and wikitext-103; data if left out."""
     seeds: tuple[int, ...] | None = None
     """Train these seeds only; a row reports them and those that it finds."""
+    reuse: bool = False
+    """Do not train what a result in --out has measured with the same configuration, seed and data."""
     out: Path = Path("results")
     """Where results are."""
     docs: Path = Path("docs")
@@ -62,7 +64,8 @@ class Paper(Command):
     def _check(self, named: list[Claim]) -> int:
         # A row without a quick version is skipped only if nobody asked for it.
         claims = named or [claim for claim in CLAIMS if claim.quick is not None]
-        workshop = Workshop(runs=self.runs, data=self.data, seeds=self.seeds, tell=_Progress())
+        measured = read_measured(self.out) if self.reuse else {}
+        workshop = Workshop(runs=self.runs, data=self.data, seeds=self.seeds, measured=measured, tell=_Progress())
         results: dict[str, Result] = {}
         for claim in claims:
             results[claim.row] = check(claim, workshop, full=self.full)

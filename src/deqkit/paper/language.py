@@ -11,7 +11,18 @@ import numpy as np
 
 from deqkit.layers import RecurrentConfig
 from deqkit.paper.claim import Claim, Outcome
-from deqkit.paper.measure import Contender, bars, compare, describe_runs, listed, ratios, relative, table, verdict_of
+from deqkit.paper.measure import (
+    Contender,
+    apart,
+    bars,
+    compare,
+    describe_runs,
+    listed,
+    ratios,
+    relative,
+    table,
+    verdict_of,
+)
 from deqkit.paper.subjects import trellis_demo
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Broyden, Tolerance
@@ -43,9 +54,10 @@ def unigram_perplexity(config: TrainConfig) -> float:
 
 def _judged(holds: bool | None, found: Sequence[dict[str, Any]], unigram: float) -> tuple[bool | None, str]:
     """No verdict on models that have learned no more than frequencies."""
-    learned = all(one["highest"] < unigram for one in found)
-    told = f" Word frequencies alone give {unigram:.0f}"
-    return (holds, f"{told}.") if learned else (None, f"{told}: training was too short for a verdict.")
+    told = f"{apart(found)} Word frequencies alone give {unigram:.0f}"
+    if any(one["highest"] >= unigram for one in found):
+        return None, f"{told}: training was too short for a verdict."
+    return holds, f"{told}."
 
 
 def small_models(workshop: Workshop, *, contenders: Sequence[Contender], text: str) -> Outcome:

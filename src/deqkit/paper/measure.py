@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deqkit.analysis.results import git_commit
 from deqkit.analysis.training_memory import training_memory
 from deqkit.model import num_parameters
-from deqkit.paper.workshop import Workshop
+from deqkit.paper.workshop import Workshop, fingerprint
 from deqkit.report.chart import typical
 from deqkit.report.measure import step_shape
 from deqkit.train.config import TrainConfig
@@ -47,6 +48,9 @@ class Contender:
 
 def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
     """One model, trained unless it is there: size, quality, time, memory, solver steps and causality."""
+    before = workshop.measured.get(fingerprint(config))
+    if before is not None and not workshop.has(config):
+        return before
     run = workshop.trained(config)
     key = ("measure", run.folder.path.name)
     if key not in workshop.kept:
@@ -63,6 +67,8 @@ def _measure(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
     return {
         "recipe": config.recipe,
         "seed": config.seed,
+        "fingerprint": fingerprint(config),
+        "commit": git_commit(),
         "parameters": count.total,
         "parameters_outside_embedding": count.rest,
         "headline": task.headline,
@@ -221,6 +227,12 @@ def bars(found: Sequence[dict[str, Any]], *, y: str, **options: Any) -> dict[str
             for one in found
         ],
     }
+
+
+def apart(found: Sequence[dict[str, Any]]) -> str:
+    """Said when the models of a comparison were not measured by one version of the code; empty if they were."""
+    commits = sorted({run["commit"] for one in found for run in one["runs"] if run.get("commit")})
+    return "" if len(commits) < 2 else f" Measured at commits {' and '.join(commit[:7] for commit in commits)}."
 
 
 def describe_runs(found: Sequence[dict[str, Any]]) -> str:

@@ -79,6 +79,13 @@ def read_full(folder: Path) -> dict[str, Result]:
     return {result["row"]: result for result in results}
 
 
+def read_measured(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every model that a row has compared at full length, by the fingerprint of its training."""
+    found = [one for result in read_full(folder).values() for one in result["numbers"].get("found", ())]
+    runs = [run for one in found for run in one.get("runs", ())]
+    return {run["fingerprint"]: run for run in runs if "fingerprint" in run}
+
+
 def read_best(folder: Path) -> dict[str, Result]:
     """Of every row the full version where it was measured, else the quick one."""
     full = {row: result for row, result in read_full(folder).items() if result["measured"] != "not measured"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ class Workshop:
     """Called with a line about what is being done."""
     seeds: tuple[int, ...] | None = None
     """Train no other seeds than these; what a row finds of others is reported as well. None for all that it asks."""
+    measured: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """What was measured before, by the fingerprint of the training: such models are not trained again."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What was measured in this session, for rows that need the same."""
 
@@ -62,7 +66,8 @@ class Workshop:
         """The configuration with each seed that is to be reported: those that may be trained, and those that are."""
         for seed in seeds:
             with_seed = replace(config, seed=seed)
-            if self.seeds is None or seed in self.seeds or self.has(with_seed):
+            allowed = self.seeds is None or seed in self.seeds
+            if allowed or self.has(with_seed) or fingerprint(with_seed) in self.measured:
                 yield with_seed
 
     def has(self, config: TrainConfig, name: str | None = None) -> bool:
@@ -110,6 +115,13 @@ class Workshop:
                 self.tell(f"{name}: step {record['step']} of {steps}")
 
         return on_record
+
+
+def fingerprint(config: TrainConfig) -> str:
+    """The same for trainings that differ in nothing that matters to their result: configuration, seed and data."""
+    config = resolve(config)
+    what = [_what_matters(config), make_task(config).data_hash]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _finished(folder: RunFolder, config: TrainConfig) -> bool:
