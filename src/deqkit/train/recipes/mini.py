@@ -126,23 +126,23 @@ def ptb_mini_long() -> TrainConfig:
 
 
 def ptb_mini_lstm_long() -> TrainConfig:
-    """ptb-mini-lstm for half the time of ptb-mini-long, in which it sees more text."""
+    """ptb-mini-lstm for about the time of ptb-mini-long, in which it sees more text."""
     config = ptb_mini_lstm()
-    model = replace(config.model, input_dropout=0.4, output_dropout=0.4)
-    return _long(config, model, steps=10_000, lr=4e-3)
+    model = replace(config.model, input_dropout=0.35, output_dropout=0.35)
+    return _long(config, model, steps=20_000, lr=4e-3)
 
 
 def wikitext_2_mini_long() -> TrainConfig:
     """wikitext-2-mini for an hour of one core."""
     config = wikitext_2_mini()
-    return _long(config, config.model, steps=4_000, lr=2e-3)
+    return _long(config, config.model, steps=4_000, lr=3e-3)
 
 
 def wikitext_2_mini_lstm_long() -> TrainConfig:
-    """wikitext-2-mini-lstm for some three quarters of the time of wikitext-2-mini-long, in which it sees more text."""
+    """wikitext-2-mini-lstm for about the time of wikitext-2-mini-long, in which it sees more text."""
     config = wikitext_2_mini_lstm()
-    model = replace(config.model, input_dropout=0.25, output_dropout=0.25)
-    return _long(config, model, steps=7_000, lr=3e-3)
+    model = replace(config.model, input_dropout=0.3, output_dropout=0.3)
+    return _long(config, model, steps=10_000, lr=4e-3)
 
 
 def _long(config: TrainConfig, model: ModelConfig, *, steps: int, lr: float) -> TrainConfig:
