@@ -22,10 +22,11 @@ the claim holds there. A result that does not hold is shown as such. What needs 
 and names the command that would measure it.
 
 ```
-deqkit paper                       # the quick version of every row
-deqkit paper copy-memory           # of one
-deqkit paper --full copy-memory    # at full length
-deqkit paper --document            # write this page from results/
+deqkit paper                                  # the quick version of every row
+deqkit paper copy-memory                      # of one
+deqkit paper --full copy-memory               # at full length
+deqkit paper --full lstm --seeds 2 --reuse    # another seed, beside those that results/ has
+deqkit paper --document                       # write this page from results/
 ```
 
 All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
