@@ -45,8 +45,8 @@ QUICK_LSTM_WIDTH = 135  # as many parameters as the demo's transformer
 TRIED = (
     " Tried with the DEQ: solves and gradients four times as exact late in training, which changed nothing, and a "
     "weaker penalty on its Jacobian, which helped and is the recipe's now. Little is left to gain from depth: after a "
-    "few evaluations the perplexity of a trained model hardly changes (`figure-3-steps`), so that 16 layers are as good "
-    "as their equilibrium."
+    "few evaluations the perplexity of a trained model hardly changes (`figure-3-steps`), so that 16 layers are as "
+    "good as their equilibrium."
 )
 DEQ, TIED, UNTIED, LSTM = "DEQ-Transformer", "tied stack", "untied stack of 4", "LSTM"
 
