@@ -35,6 +35,11 @@ def test_a_model_is_trained_once(workshop, corpus):
     assert second.step == first.step and len(told) == 2
 
 
+def test_the_first_seed_serves_where_one_model_will_do(workshop):
+    assert workshop.recipe("demo").seed == 0 and replace(workshop, seeds=()).recipe("demo").seed == 0
+    assert replace(workshop, seeds=(2, 1)).recipe("demo").seed == 2
+
+
 def test_a_half_done_run_goes_on(workshop, corpus):
     config = tiny(corpus)
     train(config, RunFolder(workshop.runs / "tiny-seed-0"), max_steps=2)

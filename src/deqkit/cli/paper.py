@@ -39,7 +39,7 @@ class Paper(Command):
     data: Path | None = None
     """A folder with the prepared corpora ptb, wikitext-2 and wikitext-103; data if left out."""
     seeds: tuple[int, ...] | None = None
-    """Train these seeds only; a row reports them and those that it finds."""
+    """Train these seeds only; a comparison reports them and those that it finds, other rows the first of them."""
     reuse: bool = False
     """Do not train what a result in --out has measured with the same configuration, seed and data."""
     out: Path = Path("results")

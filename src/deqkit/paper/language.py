@@ -24,7 +24,7 @@ from deqkit.paper.measure import (
     table,
     verdict_of,
 )
-from deqkit.paper.subjects import trellis_demo
+from deqkit.paper.subjects import describe, trellis_demo
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Broyden, Tolerance
 from deqkit.train.config import DeviceConfig, RegulariserConfig, TrainConfig
@@ -161,7 +161,7 @@ def causal(workshop: Workshop, *, config: Callable[[Workshop], TrainConfig], max
         f"inner products over the sequence, cut off after {worst['max_steps']} evaluations, lets the future change a "
         f"token's loss by up to {worst['leak']:.2g} nats and would have claimed a perplexity of "
         f"{worst['perplexity']:.2f}, where the causal one has {fair['perplexity']:.2f}",
-        scale=f"{run.config.recipe}, step {run.step}, {worst['num_tokens']:,} test tokens",
+        scale=f"{describe(run)}, {worst['num_tokens']:,} test tokens",
         holds=own == 0 and all(p["leak"] == 0 for p in points["causal"]),
         numbers={"leak": own, "points": points, "figures": [_panel(points, "leak"), _panel(points, "perplexity")]},
         remark="Leak: the largest change of the loss at the first half of a segment when the second half is replaced. "
@@ -228,8 +228,8 @@ QUICK_SMALL = (
     Contender(label=UNTIED, config=lambda workshop: untied(workshop.recipe("demo"), 4, lr=4e-3)),
 )
 QUICK_TRELLIS = (
-    Contender(label="DEQ-TrellisNet", config=lambda workshop: trellis_demo()),
-    Contender(label=f"{TIED} of 20", config=lambda workshop: layers(trellis_demo(), 20, tied=True)),
+    Contender(label="DEQ-TrellisNet", config=trellis_demo),
+    Contender(label=f"{TIED} of 20", config=lambda workshop: layers(trellis_demo(workshop), 20, tied=True)),
 )
 QUICK_LSTM = (Contender(label=DEQ, config=_demo), Contender(label=LSTM, config=quick_lstm))
 FULL_TRELLIS = (

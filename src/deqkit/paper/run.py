@@ -32,7 +32,7 @@ def check(claim: Claim, workshop: Workshop, *, full: bool) -> Result:
     except (ValueError, OSError, TrainingError) as error:
         outcome = unmeasured(" ".join(str(error).split()))
     return {
-        **results_header(benchmark=f"paper {claim.row}", seed=0, config={"full": full}),
+        **results_header(benchmark=f"paper {claim.row}", seed=workshop.first_seed, config={"full": full}),
         "row": claim.row,
         "full": full,
         "seconds": time.perf_counter() - began,

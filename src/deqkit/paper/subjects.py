@@ -18,7 +18,7 @@ from deqkit.paper.workshop import Workshop
 from deqkit.solve import Anderson, Broyden, Tolerance
 from deqkit.train.config import DeviceConfig, RegulariserConfig, TrainConfig
 from deqkit.train.load import LoadedRun
-from deqkit.train.recipes import RECIPES, layers
+from deqkit.train.recipes import layers
 
 LENGTHS = (100, 200, 400, 800)
 """Of the sequences in appendix D."""
@@ -64,15 +64,14 @@ def at_both_scales(
     return Claim(row=row, where=where, claim=claim, paper=paper, quick=quick, full=full, full_time=full_time)
 
 
-def on_ptb(workshop: Workshop, recipe: str) -> TrainConfig:
+def on_ptb(recipe: str) -> Callable[[Workshop], TrainConfig]:
     """A recipe for Penn Treebank, with the corpus that the workshop has."""
-    config = RECIPES[recipe]()
-    return replace(config, data=replace(config.data, source=workshop.corpus("ptb")))
+    return lambda workshop: workshop.recipe(recipe, corpus="ptb")
 
 
-def trellis_demo() -> TrainConfig:
+def trellis_demo(workshop: Workshop) -> TrainConfig:
     """The demo with a small TrellisNet."""
-    config = RECIPES["demo"]()
+    config = workshop.recipe("demo")
     width = 64
     cell = TrellisConfig(
         input_width=width,
@@ -122,22 +121,22 @@ def plain(config: TrainConfig, *, steps: int, batch: int) -> TrainConfig:
 
 
 QUICK = Scale(
-    transformer=lambda workshop: RECIPES["demo"](),
-    transformer_layers=lambda workshop: RECIPES["demo-tied-12"](),
-    trellis=lambda workshop: trellis_demo(),
-    trellis_layers=lambda workshop: layers(trellis_demo(), 20, tied=True),
-    plain=lambda workshop: plain(RECIPES["demo"](), steps=120, batch=8),
+    transformer=lambda workshop: workshop.recipe("demo"),
+    transformer_layers=lambda workshop: workshop.recipe("demo-tied-12"),
+    trellis=trellis_demo,
+    trellis_layers=lambda workshop: layers(trellis_demo(workshop), 20, tied=True),
+    plain=lambda workshop: plain(workshop.recipe("demo"), steps=120, batch=8),
     max_batches=4,
     num_samples=4,
     depth=60,
     rounds=5,
 )
 FULL = Scale(
-    transformer=lambda workshop: on_ptb(workshop, "ptb-mini"),
-    transformer_layers=lambda workshop: on_ptb(workshop, "ptb-mini-tied-16"),
-    trellis=lambda workshop: on_ptb(workshop, "ptb-deq-trellisnet-mini"),
-    trellis_layers=lambda workshop: on_ptb(workshop, "ptb-deq-trellisnet-mini-tied-60"),
-    plain=lambda workshop: plain(on_ptb(workshop, "ptb-mini"), steps=600, batch=32),
+    transformer=on_ptb("ptb-mini"),
+    transformer_layers=on_ptb("ptb-mini-tied-16"),
+    trellis=on_ptb("ptb-deq-trellisnet-mini"),
+    trellis_layers=on_ptb("ptb-deq-trellisnet-mini-tied-60"),
+    plain=lambda workshop: plain(on_ptb("ptb-mini")(workshop), steps=600, batch=32),
     max_batches=None,
     num_samples=16,
     depth=200,
@@ -149,7 +148,7 @@ def describe(*runs: LoadedRun) -> str:
     """Models, data and length, for the scale of an outcome."""
     return "; ".join(
         f"{run.config.recipe} ({num_parameters(run.model).total / 1e6:.2g} million parameters, step {run.step} of "
-        f"{run.config.steps}, {Path(run.config.data.source).name} corpus)"
+        f"{run.config.steps}, {Path(run.config.data.source).name} corpus, seed {run.config.seed})"
         for run in runs
     )
 

@@ -31,7 +31,8 @@ class Workshop:
     tell: Callable[[str], None] = field(default=lambda line: None)
     """Called with a line about what is being done."""
     seeds: tuple[int, ...] | None = None
-    """Train no other seeds than these; what a row finds of others is reported as well. None for all that it asks."""
+    """Train no other seeds than these, and where one model will do, the first of them; what a comparison finds of
+    others is reported as well. None for all that it asks."""
     measured: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """What was measured before, by the fingerprint of the training: such models are not trained again."""
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -52,15 +53,19 @@ class Workshop:
         return str(where)
 
     def recipe(self, name: str, *, corpus: str | None = None) -> TrainConfig:
-        """A recipe by name, with the corpus it needs.
+        """A recipe by name, with the corpus it needs and the first seed that may be trained.
 
         Raises:
             ValueError: there is no such recipe, or the corpus is not there.
         """
         if name not in RECIPES:
             raise ValueError(unknown("recipe", name, RECIPES))
-        config = RECIPES[name]()
+        config = replace(RECIPES[name](), seed=self.first_seed)
         return config if corpus is None else replace(config, data=replace(config.data, source=self.corpus(corpus)))
+
+    @property
+    def first_seed(self) -> int:
+        return self.seeds[0] if self.seeds else 0
 
     def seeds_of(self, config: TrainConfig, seeds: tuple[int, ...]) -> Iterator[TrainConfig]:
         """The configuration with each seed that is to be reported: those that may be trained, and those that are."""
