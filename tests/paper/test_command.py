@@ -75,15 +75,15 @@ def test_full_length(cheap, paper, tmp_path):
 
 def test_reuse(paper, monkeypatch):
     """What a result has measured is handed to the row that asks for it, if the caller wants that."""
-    found = {"found": [{"label": "one", "runs": [{"fingerprint": "f00"}, {"seed": 1}]}]}
+    found = {"found": [{"label": "one", "runs": [{"training_hash": "f00"}, {"seed": 1}]}]}
     first = Claim(row="first", where="-", claim="-", paper="-", full=lambda w: replace(FIGURE, numbers=found))
     second = Claim(
-        row="second", where="-", claim="-", paper="-", full=lambda w: replace(FIGURE, measured=str(dict(w.measured)))
+        row="second", where="-", claim="-", paper="-", full=lambda w: replace(FIGURE, measured=str(dict(w.reusable)))
     )
     monkeypatch.setattr(rows, "CLAIMS", (first, second))
     paper("--full", "first")
     assert "{}" in paper("--full", "second")[1]
-    assert "{'f00': {'fingerprint': 'f00'}}" in paper("--full", "second", "--reuse")[1]
+    assert "{'f00': {'training_hash': 'f00'}}" in paper("--full", "second", "--reuse")[1]
 
 
 def test_json(cheap, paper):

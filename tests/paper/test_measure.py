@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from deqkit.paper import copy_memory, language
 from deqkit.paper.measure import (
     COLUMNS,
     Contender,
-    apart,
     bars,
     compare,
     listed,
@@ -22,8 +22,10 @@ from deqkit.paper.measure import (
     relative,
     spread,
     table,
+    told_commits,
     verdict_of,
 )
+from deqkit.paper.run import read_measured
 from deqkit.paper.workshop import Workshop
 from deqkit.train.recipes import layers
 from deqkit.train.tasks import make_task
@@ -115,7 +117,7 @@ def test_what_was_measured_before_is_not_trained_again(workshop, corpus, tmp_pat
     """Only the same training on the same data counts; what is there is measured anew."""
     config = equilibrium(corpus)
     before = measure(workshop, config)
-    elsewhere = Workshop(runs=tmp_path, seeds=(), measured={before["fingerprint"]: before})
+    elsewhere = Workshop(runs=tmp_path, seeds=(), reusable={before["training_hash"]: before})
     assert measure(elsewhere, config) is before and not elsewhere.has(config)
     contenders = [
         Contender(label="one", config=lambda workshop: config, seeds=(0, 1)),
@@ -125,15 +127,25 @@ def test_what_was_measured_before_is_not_trained_again(workshop, corpus, tmp_pat
     another = [contenders[0], Contender(label="other", config=lambda workshop: replace(config, steps=7))]
     with pytest.raises(ValueError, match="leaves too little of one, other to compare"):
         compare(elsewhere, another)
-    assert measure(replace(workshop, measured={before["fingerprint"]: {}}), config) is before
+    assert measure(replace(workshop, reusable={before["training_hash"]: {}}), config) is before  # it is there
+    elsewhere.trained(replace(config, steps=7))  # of the same name, but another training
+    assert measure(elsewhere, config) is before and measure(elsewhere, replace(config, steps=7)) is not before
 
 
-def test_models_measured_by_different_versions_are_told_apart():
+def test_results_have_models_to_reuse():
+    """Rows that are no comparisons have other things by the same name."""
+    results = Path(__file__).parents[2] / "results"
+    reusable = read_measured(results)
+    assert {run["recipe"] for run in reusable.values()} >= {"ptb-mini-tied-16", "ptb-mini-lstm"}
+    assert all(run["commit"] and run["test"]["perplexity"] > 1 for run in reusable.values())
+
+
+def test_models_trained_by_different_versions_are_told_apart():
     def found(*commits):
         return [{"runs": [{"commit": commit} for commit in commits]}]
 
-    assert apart(found("a" * 40, "a" * 40)) == "" and apart([{"runs": [{}]}]) == ""
-    assert apart(found("b" * 40, "a" * 40)) == " Measured at commits aaaaaaa and bbbbbbb."
+    assert told_commits(found("a" * 40, "a" * 40)) == ""
+    assert told_commits(found("b" * 40, "a" * 40)).startswith(" Trained at commits aaaaaaa, bbbbbbb: their times")
 
 
 def run_of(seed: int, perplexity: float) -> dict[str, Any]:

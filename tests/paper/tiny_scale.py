@@ -37,6 +37,7 @@ def make_workshop(root: Path) -> tuple[Workshop, Scale]:
         trellis=lambda workshop: trellis(),
         trellis_layers=lambda workshop: layers(trellis(), 3, tied=True),
         plain=lambda workshop: plain(equilibrium(), steps=16, batch=4),
+        penalised=lambda workshop: equilibrium(),
         max_batches=2,
         num_samples=2,
         depth=12,

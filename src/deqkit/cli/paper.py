@@ -41,7 +41,7 @@ class Paper(Command):
     seeds: tuple[int, ...] | None = None
     """Train these seeds only; a comparison reports them and those that it finds, other rows the first of them."""
     reuse: bool = False
-    """Do not train what a result in --out has measured with the same configuration, seed and data."""
+    """In comparisons, do not train what a result in --out has measured with the same configuration, seed and data."""
     out: Path = Path("results")
     """Where results are."""
     docs: Path = Path("docs")
@@ -64,8 +64,8 @@ class Paper(Command):
     def _check(self, named: list[Claim]) -> int:
         # A row without a quick version is skipped only if nobody asked for it.
         claims = named or [claim for claim in CLAIMS if claim.quick is not None]
-        measured = read_measured(self.out) if self.reuse else {}
-        workshop = Workshop(runs=self.runs, data=self.data, seeds=self.seeds, measured=measured, tell=_Progress())
+        reusable = read_measured(self.out) if self.reuse else {}
+        workshop = Workshop(runs=self.runs, data=self.data, seeds=self.seeds, reusable=reusable, tell=_Progress())
         results: dict[str, Result] = {}
         for claim in claims:
             results[claim.row] = check(claim, workshop, full=self.full)

@@ -90,7 +90,8 @@ class Softmax(nn.Module):
     def _classes(self) -> Iterator[_Class]:
         projections = list(self.projections) or [None] * len(self.vocabulary.classes)
         tables, biases = list(self.tables), list(self.biases)
-        if len(tables) < len(projections):  # one table: split at once, as every slice has a gradient of its whole size
+        if len(tables) < len(self.vocabulary.classes):
+            # One table for all: the gradient of a slice is as large as the whole, a split has one for all its parts.
             sizes = [end - start for start, end in self.vocabulary.classes]
             tables, biases = tables[0].split(sizes), biases[0].split(sizes)
         for i, (projection, table, bias) in enumerate(zip(projections, tables, biases, strict=True)):

@@ -47,7 +47,7 @@ def through_training(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def figure_3_left(workshop: Workshop, *, scale: Scale) -> Outcome:
     runs = {
-        "penalised": workshop.trained(scale.transformer(workshop)),
+        "penalised": workshop.trained(scale.penalised(workshop)),
         "plain": workshop.trained(scale.plain(workshop)),
     }
     numbers: dict[str, Any] = {name: through_training(workshop.metrics(run)) for name, run in runs.items()}

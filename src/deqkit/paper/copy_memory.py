@@ -102,8 +102,9 @@ def _curves(workshop: Workshop, contenders: Sequence[Contender]) -> dict[str, An
     """The training loss of the first seed of each, smoothed."""
     series = []
     for contender in contenders:
-        config = next(workshop.seeds_of(contender.config(workshop), contender.seeds), None)
-        if config is None:
+        seeds = contender.seeds or (workshop.first_seed,)
+        config = next(filter(workshop.has, workshop.seeds_of(contender.config(workshop), seeds)), None)
+        if config is None:  # left out, or measured elsewhere
             continue
         records = workshop.metrics(workshop.trained(config))
         line = smooth([record["step"] for record in records], [record["loss"] for record in records])

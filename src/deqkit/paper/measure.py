@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deqkit.analysis.results import git_commit
 from deqkit.analysis.training_memory import training_memory
 from deqkit.model import num_parameters
-from deqkit.paper.workshop import Workshop, fingerprint
+from deqkit.paper.workshop import Workshop, training_hash
 from deqkit.report.chart import typical
 from deqkit.report.measure import step_shape
 from deqkit.train.config import TrainConfig
@@ -41,15 +40,17 @@ class Contender:
 
     label: str
     config: Callable[[Workshop], TrainConfig]
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] | None = None
+    """None for the workshop's first."""
     paper: float | None = None
     """The paper's figure for what it corresponds to."""
 
 
 def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
     """One model, trained unless it is there: size, quality, time, memory, solver steps and causality."""
-    before = workshop.measured.get(fingerprint(config))
-    if before is not None and not workshop.has(config):
+    before = workshop.measured_before(config)
+    if before is not None:
+        workshop.tell(f"{config.recipe}-seed-{config.seed}: as measured before, trained at commit {before['commit']}")
         return before
     run = workshop.trained(config)
     key = ("measure", run.folder.path.name)
@@ -67,8 +68,8 @@ def _measure(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
     return {
         "recipe": config.recipe,
         "seed": config.seed,
-        "fingerprint": fingerprint(config),
-        "commit": git_commit(),
+        "training_hash": training_hash(config),
+        "commit": run.folder.read().get("commit"),
         "parameters": count.total,
         "parameters_outside_embedding": count.rest,
         "headline": task.headline,
@@ -117,7 +118,8 @@ def compare(workshop: Workshop, contenders: Sequence[Contender]) -> list[dict[st
     found = []
     for contender in contenders:
         config = contender.config(workshop)
-        runs = [measure(workshop, with_seed) for with_seed in workshop.seeds_of(config, contender.seeds)]
+        seeds = contender.seeds or (workshop.first_seed,)
+        runs = [measure(workshop, with_seed) for with_seed in workshop.seeds_of(config, seeds)]
         if runs:
             found.append({"label": contender.label, "paper": contender.paper, "runs": runs, **_over_seeds(runs)})
     if len(found) < 2 or found[0]["label"] != contenders[0].label:
@@ -229,10 +231,12 @@ def bars(found: Sequence[dict[str, Any]], *, y: str, **options: Any) -> dict[str
     }
 
 
-def apart(found: Sequence[dict[str, Any]]) -> str:
-    """Said when the models of a comparison were not measured by one version of the code; empty if they were."""
-    commits = sorted({run["commit"] for one in found for run in one["runs"] if run.get("commit")})
-    return "" if len(commits) < 2 else f" Measured at commits {' and '.join(commit[:7] for commit in commits)}."
+def told_commits(found: Sequence[dict[str, Any]]) -> str:
+    """Said when the models of a comparison were not trained by one version of the code; empty if they were."""
+    commits = sorted({str(run["commit"])[:7] for one in found for run in one["runs"]})
+    if len(commits) < 2:
+        return ""
+    return f" Trained at commits {', '.join(commits)}: their times are not of one version of the code."
 
 
 def describe_runs(found: Sequence[dict[str, Any]]) -> str:

@@ -80,10 +80,11 @@ def read_full(folder: Path) -> dict[str, Result]:
 
 
 def read_measured(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every model that a row has compared at full length, by the fingerprint of its training."""
-    found = [one for result in read_full(folder).values() for one in result["numbers"].get("found", ())]
-    runs = [run for one in found for run in one.get("runs", ())]
-    return {run["fingerprint"]: run for run in runs if "fingerprint" in run}
+    """Every model that a row has compared at full length, by its `training_hash`; of several the one measured last."""
+    results = sorted(read_full(folder).values(), key=lambda result: result["date"])
+    found = [one for result in results for one in result["numbers"].get("found", ())]
+    runs = [run for one in found if isinstance(one, dict) for run in one.get("runs", ())]
+    return {run["training_hash"]: run for run in runs if "training_hash" in run}
 
 
 def read_best(folder: Path) -> dict[str, Result]:

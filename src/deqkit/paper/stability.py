@@ -208,7 +208,7 @@ def _paper_backward(run: LoadedRun) -> dict[str, Any]:
 
 def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
     runs = {
-        "penalised": workshop.trained(scale.transformer(workshop)),
+        "penalised": workshop.trained(scale.penalised(workshop)),
         "plain": workshop.trained(scale.plain(workshop)),
     }
     numbers: dict[str, Any] = {}

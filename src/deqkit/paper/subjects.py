@@ -18,7 +18,7 @@ from deqkit.paper.workshop import Workshop
 from deqkit.solve import Anderson, Broyden, Tolerance
 from deqkit.train.config import DeviceConfig, RegulariserConfig, TrainConfig
 from deqkit.train.load import LoadedRun
-from deqkit.train.recipes import layers
+from deqkit.train.recipes import KEEP_SOLVES_SHORT, layers
 
 LENGTHS = (100, 200, 400, 800)
 """Of the sequences in appendix D."""
@@ -40,6 +40,8 @@ class Scale:
     plain: Callable[[Workshop], TrainConfig]
     """A short training of the transformer at its equilibrium from the first step on, without a penalty on the
     Jacobian, as in the paper: what a training device is compared with."""
+    penalised: Callable[[Workshop], TrainConfig]
+    """The transformer, trained with a penalty on the Jacobian."""
     max_batches: int | None
     """Batches of the test split that are looked at; None for all."""
     num_samples: int
@@ -126,6 +128,7 @@ QUICK = Scale(
     trellis=trellis_demo,
     trellis_layers=lambda workshop: layers(trellis_demo(workshop), 20, tied=True),
     plain=lambda workshop: plain(workshop.recipe("demo"), steps=120, batch=8),
+    penalised=lambda workshop: workshop.recipe("demo"),
     max_batches=4,
     num_samples=4,
     depth=60,
@@ -137,6 +140,9 @@ FULL = Scale(
     trellis=on_ptb("ptb-deq-trellisnet-mini"),
     trellis_layers=on_ptb("ptb-deq-trellisnet-mini-tied-60"),
     plain=lambda workshop: plain(on_ptb("ptb-mini")(workshop), steps=600, batch=32),
+    penalised=lambda workshop: replace(
+        on_ptb("ptb-mini")(workshop), recipe="ptb-mini-penalised", regulariser=KEEP_SOLVES_SHORT
+    ),
     max_batches=None,
     num_samples=16,
     depth=200,

@@ -33,8 +33,8 @@ class Workshop:
     seeds: tuple[int, ...] | None = None
     """Train no other seeds than these, and where one model will do, the first of them; what a comparison finds of
     others is reported as well. None for all that it asks."""
-    measured: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """What was measured before, by the fingerprint of the training: such models are not trained again."""
+    reusable: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Models that comparisons have measured before, by `training_hash`: such are not trained again."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What was measured in this session, for rows that need the same."""
 
@@ -72,13 +72,21 @@ class Workshop:
         for seed in seeds:
             with_seed = replace(config, seed=seed)
             allowed = self.seeds is None or seed in self.seeds
-            if allowed or self.has(with_seed) or fingerprint(with_seed) in self.measured:
+            if allowed or self.has(with_seed) or self.measured_before(with_seed) is not None:
                 yield with_seed
 
     def has(self, config: TrainConfig, name: str | None = None) -> bool:
         """Whether a training is there, to its end."""
         folder = self._folder(config, name)
-        return (folder.path / "config.json").exists() and _finished(folder, config)
+        if not (folder.path / "config.json").exists() or not _finished(folder, config):
+            return False
+        return not _difference(_what_matters(folder.config()), _what_matters(resolve(config)))
+
+    def measured_before(self, config: TrainConfig) -> dict[str, Any] | None:
+        """What an earlier comparison found of the same training, if that counts and the training is not here."""
+        if not self.reusable or self.has(config):
+            return None
+        return self.reusable.get(training_hash(config))
 
     def trained(self, config: TrainConfig, name: str | None = None) -> LoadedRun:
         """The model of a training, best evaluation; trained now unless it is there.
@@ -122,8 +130,8 @@ class Workshop:
         return on_record
 
 
-def fingerprint(config: TrainConfig) -> str:
-    """The same for trainings that differ in nothing that matters to their result: configuration, seed and data."""
+def training_hash(config: TrainConfig) -> str:
+    """The same for trainings with the same configuration, seed and data. Of which code they were it does not tell."""
     config = resolve(config)
     what = [_what_matters(config), make_task(config).data_hash]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

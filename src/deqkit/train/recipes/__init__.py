@@ -15,6 +15,7 @@ from deqkit.train.recipes.copy_memory import (
 )
 from deqkit.train.recipes.counterparts import layers
 from deqkit.train.recipes.mini import (
+    KEEP_SOLVES_SHORT,
     demo,
     ptb_mini,
     ptb_mini_long,
@@ -32,7 +33,7 @@ from deqkit.train.recipes.mini import (
 )
 from deqkit.train.recipes.paper_sizes import paper_layers, ptb_trellis, wt103_transformer, wt103_trellis
 
-__all__ = ["RECIPES", "demo", "layers", "untied"]
+__all__ = ["KEEP_SOLVES_SHORT", "RECIPES", "demo", "layers", "untied"]
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "demo": demo,
