@@ -81,8 +81,9 @@ def paper() -> str:
     for claim in find(PAPER_ROWS):
         result = results[claim.row]
         told = f"**{verdict(result)}** ({'at full length' if result['full'] else 'quick check'})"
-        rows.append([f"[{claim.row}](docs/paper.md#{claim.row})", claim.paper, result["measured"], told])
-    return table(("row", "paper", "here", "verdict"), rows)
+        name = f"[{claim.row}](docs/paper.md#{claim.row})"
+        rows.append([name, claim.claim, claim.paper, result["measured"], told])
+    return table(("row", "claim", "paper", "here", "verdict"), rows)
 
 
 def solvers() -> str:

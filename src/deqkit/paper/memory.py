@@ -54,7 +54,7 @@ def _tried(workshop: Workshop, missed: Sequence[dict[str, Any]], max_steps: int)
         model = replace(model, max_steps=max_steps, adjoint=adjoint, solver=Broyden(memory=2, group="prefix"))
         own = next(one["own_mib"] for one in missed if one["equilibrium"] == name)
         few = peak(workshop, f"{name}, {max_steps} steps, few pairs", model) / MIB
-        told.append(f"{few:,.0f} MiB instead of {own:,.0f} for {name}")
+        told.append(f"{few:,.0f} MiB instead of {own:,.0f} for {name}" if few < own else f"no less for {name}")
     if not told:
         return ""
     return f" Tried: solvers that keep two pairs forward and one backward, which need {', '.join(told)}."

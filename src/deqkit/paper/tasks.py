@@ -68,7 +68,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         row="task-copy-memory",
         where="appendix F, copy memory",
-        claim="ten symbols, T blanks, a sign, and the symbols again; 20 thousand samples for training, 2 for testing",
+        claim="ten symbols, T blanks, a sign, and the symbols again; 20,000 training and 2,000 test samples",
         paper="T = 400: length 420",
         quick=copy_task,
     ),
