@@ -43,10 +43,10 @@ ON_PAR = 1.02
 STEP_LIMITS = (2, 3, 4, 6, 8, 12)
 QUICK_LSTM_WIDTH = 135  # as many parameters as the demo's transformer
 TRIED = (
-    " Tried with the DEQ: solves and gradients four times as exact late in training, which changed nothing, and no "
-    "penalty on its Jacobian, which helped and is the recipe's now. Little is left to gain from depth: after a few "
-    "evaluations the perplexity of a trained model hardly changes (`figure-3-steps`), so that 16 layers are as good as "
-    "their equilibrium."
+    " Tried with the DEQ: solves and gradients four times as exact late in training, and a penalty on its Jacobian; "
+    "neither made a difference beyond that of seeds. Little is left to gain from depth: after a few evaluations the "
+    "perplexity of a trained model hardly changes (`figure-3-steps`), so that 16 layers are as good as their "
+    "equilibrium."
 )
 """Of the rows at full length, if the DEQ is behind its tied stack."""
 DEQ, TIED, UNTIED, LSTM = "DEQ-Transformer", "tied stack", "untied stack of 4", "LSTM"
