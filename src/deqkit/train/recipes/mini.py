@@ -122,11 +122,14 @@ def _mini_lstm(config: TrainConfig) -> TrainConfig:
 
 
 def ptb_mini_long() -> TrainConfig:
-    """ptb-mini for an hour of one core: more steps, against which dropout must hold."""
+    """ptb-mini for an hour of one core: more steps, against which dropout must hold.
+
+    It is the table of words that overfits, with four parameters of five, and not the cell.
+    """
     config = ptb_mini()
-    cell: Any = replace(config.model.cell, dropout=0.15, hidden_dropout=0.15)  # pyright: ignore
+    cell: Any = replace(config.model.cell, dropout=0.05, hidden_dropout=0.05)  # pyright: ignore
     model = replace(config.model, cell=cell, input_dropout=0.25, output_dropout=0.25)
-    return _long(config, model, steps=6_000, lr=2.5e-3)
+    return _long(config, model, steps=6_000, lr=3e-3)
 
 
 def ptb_mini_lstm_long() -> TrainConfig:
