@@ -159,7 +159,7 @@ def test_models_are_compared_seed_by_seed():
     labelled = [("one", one), ("other", other)]
     assert ratios(one, other) == [0.9, 1.2]
     both = [{**model, "label": name, "seeds": [run["seed"] for run in model["runs"]]} for name, model in labelled]
-    assert listed(both) == "one 99.0 and 120.0 and 500.0 (seeds 0 and 1 and 2), other 100.0 and 110.0 (seeds 1 and 0)"
+    assert listed(both) == "one 99.0, 120.0 and 500.0 (seeds 0, 1 and 2), other 100.0 and 110.0 (seeds 1 and 0)"
     assert [bar["value"] for bar in bars(both, y="perplexity")["bars"]] == [109.5, 105.0]
     assert relative(one, other) == pytest.approx(math.sqrt(0.9 * 1.2))
 

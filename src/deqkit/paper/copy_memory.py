@@ -102,8 +102,7 @@ def _curves(workshop: Workshop, contenders: Sequence[Contender]) -> dict[str, An
     """The training loss of the first seed of each, smoothed."""
     series = []
     for contender in contenders:
-        seeds = contender.seeds or (workshop.first_seed,)
-        config = next(filter(workshop.has, workshop.seeds_of(contender.config(workshop), seeds)), None)
+        config = next(filter(workshop.has, contender.configs(workshop)), None)
         if config is None:  # left out, or measured elsewhere
             continue
         records = workshop.metrics(workshop.trained(config))

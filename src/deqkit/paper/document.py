@@ -31,7 +31,8 @@ deqkit paper --document                       # write this page from results/
 
 All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
 that is what is shown. Quick versions use what deqkit carries with it: small models, short trainings, the embedded
-corpus. They show that a check works, and little about the size of an effect.
+corpus. They show that a check works, and little about the size of an effect. The time of a row is that of the check: a
+model that was there already, trained for this row before or for another one, is not counted in it.
 """
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deqkit.analysis.training_memory import training_memory
 from deqkit.model import num_parameters
 from deqkit.paper.workshop import Workshop, training_hash
+from deqkit.report import words
 from deqkit.report.chart import typical
 from deqkit.report.measure import step_shape
 from deqkit.train.config import TrainConfig
@@ -44,6 +45,10 @@ class Contender:
     """None for the workshop's first."""
     paper: float | None = None
     """The paper's figure for what it corresponds to."""
+
+    def configs(self, workshop: Workshop) -> Iterator[TrainConfig]:
+        """The trainings that are to be reported, one for every seed."""
+        return workshop.seeds_of(self.config(workshop), self.seeds or (workshop.first_seed,))
 
 
 def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
@@ -117,9 +122,7 @@ def compare(workshop: Workshop, contenders: Sequence[Contender]) -> list[dict[st
     """
     found = []
     for contender in contenders:
-        config = contender.config(workshop)
-        seeds = contender.seeds or (workshop.first_seed,)
-        runs = [measure(workshop, with_seed) for with_seed in workshop.seeds_of(config, seeds)]
+        runs = [measure(workshop, config) for config in contender.configs(workshop)]
         if runs:
             found.append({"label": contender.label, "paper": contender.paper, "runs": runs, **_over_seeds(runs)})
     if len(found) < 2 or found[0]["label"] != contenders[0].label:
@@ -207,8 +210,8 @@ def listed(found: Sequence[dict[str, Any]], form: str = ".1f") -> str:
         return ", ".join(f"{one['label']} {spread(one, form)}" for one in found)
     parts = []
     for one in found:
-        figures = " and ".join(f"{run['test'][run['headline']]:{form}}" for run in one["runs"])
-        seeds = " and ".join(map(str, one["seeds"]))
+        figures = words.listed([f"{run['test'][run['headline']]:{form}}" for run in one["runs"]])
+        seeds = words.listed([str(seed) for seed in one["seeds"]])
         parts.append(f"{one['label']} {figures} (seed{'s' * (len(one['seeds']) > 1)} {seeds})")
     return ", ".join(parts)
 
