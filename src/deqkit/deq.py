@@ -33,6 +33,9 @@ class DEQ(nn.Module):
       masks, normalise weights, project inputs. The solve then evaluates `f(z, *args)`; tensors in the new args are
       batch first, tensors shared by all samples are closed over.
 
+    A cell may also state `independent_samples = True`: no sample's f depends on another sample. A solve without
+    gradients then spares the evaluation of the whole batch at its end, which sees to it once samples have left.
+
     Samples that do not converge (MAX_STEPS, STALLED) do not raise; they are counted in `verdicts` and
     `backward_verdicts`. A sample that becomes inf or nan raises `NonFiniteError`, forward or backward.
     """
@@ -139,6 +142,8 @@ class DEQ(nn.Module):
                 solver=solver,
                 throw=False,
                 compact=self.compact,
+                # The adjoints evaluate f for all samples anyway, and look then.
+                check_samples=not (torch.is_grad_enabled() or getattr(self.cell, "independent_samples", False)),
                 hoist=hoist,
                 check_every=self.check_every,
                 trace=trace,

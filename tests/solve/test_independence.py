@@ -5,8 +5,20 @@ from typing import Any
 import pytest
 import torch
 
+from deqkit import DEQ
+from deqkit.adjoint import Implicit, OneStep, Phantom
 from deqkit.analysis import peak_memory
-from deqkit.solve import Anderson, Broyden, Fallback, FixedPointIteration, NewtonKrylov, Status, Tolerance, fixed_point
+from deqkit.solve import (
+    Anderson,
+    Broyden,
+    Fallback,
+    FixedPointIteration,
+    NewtonKrylov,
+    NotConvergedError,
+    Status,
+    Tolerance,
+    fixed_point,
+)
 from deqkit.solve._batch import norms
 from deqkit.solve._packing import cut, rows_left
 from deqkit.solve.broyden import BroydenMemory
@@ -78,7 +90,8 @@ def test_compaction_changes_nothing_but_the_work(name, max_steps):
     if max_steps == 300:
         assert solutions[True].num_evals.unique().numel() > 1, "the problem should be uneven"
         assert work[True] < work[False]
-        assert 1 <= work[True] - solutions[True].num_evals.sum() <= 2  # a look at two samples when the first leaves
+        looks = int(work[True] - solutions[True].num_evals.sum())
+        assert 4 + 1 <= looks <= 4 + 2  # at two samples when the first leaves, at all at the end
 
 
 @pytest.mark.parametrize("solver", [Broyden(memory=8), Anderson(memory=8)], ids=lambda s: type(s).__name__)
@@ -242,14 +255,87 @@ def test_as_one_sample_they_have_one_honest_verdict():
     assert list(solution.sample_status) == [Status.CONVERGED]
 
 
-def test_looking_whether_samples_are_independent_takes_two_of_them_once():
-    sizes = []
+GRAPH = torch.tensor([0, 1, 2, 2, 2, 2])  # two graphs of one node and one of four
+
+
+def message_passing(z_BN, x_BN, graph_B):
+    """Only some samples see each other, and those that are looked at when the first leaves may be others."""
+    weight = 0.25 * normal(43, 4, 4)
+    return torch.tanh(torch.zeros(3, 4, dtype=z_BN.dtype).index_add(0, graph_B, z_BN)[graph_B] @ weight + x_BN)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("solver", [Broyden(), Anderson()], ids=repr)
+def test_no_verdict_on_samples_of_which_only_some_depend_on_each_other_is_wrong(solver, seed):
+    x = normal(50 + seed, 6, 4) * torch.tensor([0.1, 0.1, 1, 1, 1, 9]).double().unsqueeze(1)
+    try:
+        solution = fixed_point(message_passing, torch.zeros_like(x), (x, GRAPH), solver=solver, max_steps=100)
+    except ValueError as error:
+        assert "depend on each other" in str(error)
+        return
+    f_z = message_passing(solution.z, x, GRAPH)
+    true_B = (f_z - solution.z).norm(dim=1) / f_z.norm(dim=1)
+    assert true_B.max() <= 2e-3  # the tolerance is 1e-3
+
+
+def silent_without_the_last_look():
+    """An x for which two samples at the first cut show nothing, and the result is wrong."""
+    for seed in range(60):
+        x = normal(50 + seed, 6, 4) * torch.tensor([0.1, 0.1, 1, 1, 1, 9]).double().unsqueeze(1)
+        try:
+            solution = fixed_point(message_passing, torch.zeros_like(x), (x, GRAPH), max_steps=100, check_samples=False)
+        except (ValueError, NotConvergedError):
+            continue
+        f_z = message_passing(solution.z, x, GRAPH)
+        if ((f_z - solution.z).norm(dim=1) > 0.05 * f_z.norm(dim=1)).any():
+            return x
+    raise AssertionError("no such x: the test shows nothing")
+
+
+@pytest.mark.parametrize("adjoint", [Implicit(), OneStep(), Phantom(steps=3)], ids=repr)
+def test_what_the_first_cut_does_not_show_is_found_out_at_the_end(adjoint):
+    x = silent_without_the_last_look()
+    with pytest.raises(ValueError, match="not one fixed function.*depend on each other"):
+        fixed_point(message_passing, torch.zeros_like(x), (x, GRAPH), max_steps=100)
+    deq = DEQ(message_passing, max_steps=100, adjoint=adjoint)
+    with torch.no_grad(), pytest.raises(ValueError, match="not one fixed function"):
+        deq(x, GRAPH)
+    with pytest.raises(ValueError, match="not one fixed function"):
+        deq(x.requires_grad_(), GRAPH)
+
+
+class Counting(torch.nn.Module):
+    """The sizes of the batches that it was evaluated for."""
+
+    def __init__(self, f) -> None:
+        super().__init__()
+        self.f, self.sizes = f, []
+
+    def forward(self, z, *args):
+        self.sizes.append(z.shape[0])
+        return self.f(z, *args)
+
+
+class Independent(Counting):
+    independent_samples = True
+
+
+def test_looking_whether_samples_are_independent_takes_two_of_them_once_and_all_at_the_end():
     problem = uneven_problem("broyden", size=6)
 
-    def f(z, *args):
-        sizes.append(z.shape[0])
-        return problem.f(z, *args)
+    def directly(cell, **options):
+        return fixed_point(cell, problem.z0, problem.args, tol=TOL, max_steps=300, **options)
 
-    solution = fixed_point(f, problem.z0, problem.args, tol=TOL, max_steps=300)
-    looks = sum(sizes) - int(solution.num_evals.sum())
-    assert looks == 2
+    def by_deq(cell):
+        return DEQ(cell, tol=TOL, max_steps=300)(*problem.args, z0=problem.z0, return_solution=True)[1]
+
+    def spent(solve, cell):
+        solution = solve(cell)
+        return sum(cell.sizes) - int(solution.num_evals.sum())
+
+    assert spent(directly, Counting(problem.f)) == 2 + 6
+    assert spent(lambda cell: directly(cell, check_samples=False), Counting(problem.f)) == 2
+    with torch.no_grad():
+        assert spent(by_deq, Counting(problem.f)) == 2 + 6
+        assert spent(by_deq, Independent(problem.f)) == 2
+    assert spent(by_deq, Counting(problem.f)) == 2 + 6  # the evaluation with a graph, that of the adjoint

@@ -1,5 +1,9 @@
 """What goes in: structures and batches that must work, and mistakes that must be named before the first step."""
 
+import collections
+import dataclasses
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +111,46 @@ def test_args_of_any_structure_follow_their_samples():
     solution = fixed_point(f, torch.zeros(3, 4), (x, 0.5), solver=FixedPointIteration(), max_steps=200)
     assert solution.num_evals.unique().numel() == 3
     torch.testing.assert_close(solution.z, (1 / (1 - x["gain"])).unsqueeze(1).expand(3, 4), rtol=1e-2, atol=0)
+
+
+class Attributes(collections.OrderedDict):
+    """Keys are attributes too, as in the outputs of many libraries."""
+
+    def __getattr__(self, key):
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(key) from None
+
+
+@dataclasses.dataclass
+class Derived:
+    b: torch.Tensor
+    half: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.half = self.b / 2
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda b: Attributes(b=b), lambda arg: arg.b),
+        (lambda b: collections.UserDict(b=b), lambda arg: arg.data["b"]),
+        (lambda b: collections.defaultdict(list, b=b), lambda arg: arg["b"] + sum(arg["missing"])),
+        (lambda b: types.MappingProxyType({"b": b}), lambda arg: arg["b"]),
+        (Derived, lambda arg: 2 * arg.half),
+    ],
+    ids=["attributes", "UserDict", "defaultdict", "mappingproxy", "dataclass"],
+)
+def test_args_keep_their_type_when_samples_leave(make, read):
+    b = torch.tensor([[0.01], [3.0], [1.0]])
+    arg = make(b)
+    solution = fixed_point(lambda z, arg: 0.9 * torch.sin(z) + read(arg), torch.zeros_like(b), (arg,))
+    plain = fixed_point(lambda z, b: 0.9 * torch.sin(z) + b, torch.zeros_like(b), (b,))
+    assert len(set(plain.num_evals.tolist())) > 1  # or none would leave
+    assert torch.equal(solution.z, plain.z)
+    assert torch.equal(read(arg), b)  # and the caller's own is whole
 
 
 def test_a_dict_may_come_back_in_another_order():

@@ -15,10 +15,13 @@ from deqkit.solve._batch import ratio
 # B samples, P groups of positions, N numbers in a group
 
 
-def gradient_error(forward: Solution, backward: Solution, size_B: Tensor, curvature: Tensor | None) -> float:
+def gradient_error(
+    forward: Solution, backward: Solution, size_B: Tensor, given_B: Tensor, curvature: Tensor | None
+) -> float:
     """Estimated relative error of the gradient, from the errors of z and of y; `size_B` is ||y||, a sample's weight.
 
-    A residual is stretched by (I - J)^-1 into an error, by as much as the solves were seen to stretch it. An error in
+    A residual is stretched by (I - J)^-1 into an error, by as much as the solves were seen to stretch it, and no less
+    than it stretches v to y (`given_B` is ||v||), which in a stiff sample may be far more. An error in
     z moves dl/dz and df/dtheta by about as much (a loss and a cell that change over their own scale), and an error
     in y enters as it is. What J changes between z and z* comes on top (`curvature`, of every sample or of one that
     stands for all): little for smooth cells, most of the error where f has kinks (ReLU). Without it, None, the
@@ -26,7 +29,7 @@ def gradient_error(forward: Solution, backward: Solution, size_B: Tensor, curvat
     """
     if not size_B.numel():
         return 0.0
-    stretch_B = _stretch(forward, backward)
+    stretch_B = torch.fmax(_stretch(forward, backward), ratio(size_B, given_B))
     squared_B = (stretch_B * forward.residual).square() + (stretch_B * backward.residual).square()
     if curvature is not None:
         squared_B = squared_B + curvature.square()

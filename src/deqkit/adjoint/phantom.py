@@ -10,6 +10,7 @@ from torch import Tensor
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import Solution
+from deqkit.solve._fixed_point import require_same_residual
 from deqkit.solve._solver import check_count, check_damping
 
 
@@ -33,6 +34,9 @@ class Phantom(AttachedAdjoint):
         self, equation: Equation, z_BPN: Tensor, solution: Solution | None, on_backward: OnBackward | None
     ) -> Tensor:
         fixed_BPN = z_BPN
-        for _ in range(self.steps):
-            z_BPN = torch.lerp(z_BPN, equation(z_BPN), self.damping)
+        for step in range(self.steps):
+            value_BPN = equation(z_BPN)
+            if step == 0 and solution is not None:
+                require_same_residual(value_BPN, z_BPN, solution, equation.rounding)
+            z_BPN = torch.lerp(z_BPN, value_BPN, self.damping)
         return fixed_BPN + (z_BPN - z_BPN.detach())

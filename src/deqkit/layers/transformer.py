@@ -102,6 +102,8 @@ class TransformerCell(nn.Module):
     With `pre_norm`: h = z + Attention(LN(z) W_qkv + x W_x), n = LN(h), f = n + FF(n). The state is (B, T, D).
     """
 
+    independent_samples = True
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config

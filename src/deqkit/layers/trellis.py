@@ -89,6 +89,8 @@ class TrellisCell(nn.Module):
     segments were one sequence, for every kernel size and dilation.
     """
 
+    independent_samples = True
+
     def __init__(self, config: TrellisConfig) -> None:
         super().__init__()
         self.config = config

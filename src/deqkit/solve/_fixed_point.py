@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def fixed_point(
     max_steps: int = 40,
     throw: bool = True,
     compact: bool = True,
+    check_samples: bool = True,
     hoist: bool = True,
     check_every: int = 1,
     trace: bool = False,
@@ -52,6 +54,8 @@ def fixed_point(
         throw: raise unless every sample converged. With False, read `solution.status`.
         compact: let samples leave the batch when they are done. It needs `args` to know what belongs to a sample: an
             f that closes over its batch is solved without. Results are the same up to rounding.
+        check_samples: if samples have left, evaluate f once more for all of them, and refuse an f that gives them
+            another residual beside each other than it gave those that went on alone.
         hoist: compute what f makes of anything but z (projections of its arguments, normalised weights, masks) in the
             first evaluations and not again, which needs the memory for it. Results are the same. Not in inference
             mode, nor for an f that is compiled.
@@ -84,6 +88,11 @@ def fixed_point(
         start_BPN = packing.pack(z0).clone()  # the result must not share memory with the caller's z0
         hoist = hoist and can_hoist(f)
         solution = iterate(lambda: FunctionProblem(f, packing, args, hoist=hoist), start_BPN, solver, options, packing)
+        if check_samples and solution.independent:
+            began = time.perf_counter()
+            whole = FunctionProblem(f, packing, args)
+            require_same_residual(whole.evaluate(solution.z), solution.z, solution, whole.rounding)
+            solution.seconds_in_f += time.perf_counter() - began
     solution.z = packing.unpack(solution.z)
     if throw:
         raise_if_failed(solution, where="fixed_point")
@@ -189,12 +198,15 @@ class FunctionProblem:
         z_BPN, fz_BPN = was
         args, self._args = self._args, select(self._args, torch.arange(z_BPN.shape[0], device=z_BPN.device))
         alone_BPN = self._evaluate_after_cut(z_BPN)
-        # Kernels for batches of other sizes round differently, by far less than this.
-        rounding = min(0.1, 10 * torch.finfo(self._autocast_dtype() or self._computes_in).eps ** 0.5)
-        if _differ(alone_BPN, fz_BPN, rounding):
+        if _differ(alone_BPN, fz_BPN, self.rounding):
             again_BPN = self._evaluate_after_cut(z_BPN)
-            raise ValueError(NOT_FIXED if _differ(again_BPN, alone_BPN, rounding / 10) else DEPENDENT)
+            raise ValueError(NOT_FIXED if _differ(again_BPN, alone_BPN, self.rounding / 10) else DEPENDENT)
         self._args = args
+
+    @property
+    def rounding(self) -> float:
+        """Kernels for batches of other sizes round differently, by far less than this share of the value."""
+        return min(0.1, 10 * torch.finfo(self._autocast_dtype() or self._computes_in).eps ** 0.5)
 
     def _autocast_dtype(self) -> torch.dtype | None:
         device = self._packing.device.type
@@ -205,9 +217,10 @@ class FunctionProblem:
 ONE_SAMPLE = "make what belongs together one sample: DEQ(lambda z, x: f(z[0], x[0])[None])(x[None])[0]"
 NOT_FIXED = (
     "f is not one fixed function: at the same point it gave two results. A dropout layer in training mode does this: "
-    "draw its mask once per solve, outside f (pass it in args), or call eval() on the layer. So does an f in which "
-    "samples depend on each other, such as batch norm in training mode, when some of them are solved and the others go "
-    f"on: call eval() on the layer, or {ONE_SAMPLE}"
+    "draw its mask once per solve, outside f (pass it in args), or call eval() on the layer. So does spectral_norm in "
+    "training mode, whose power iteration takes a step at every call: compute the weight once per solve, in the cell's "
+    "`bind`. So does an f in which samples depend on each other, such as batch norm in training mode, when some of "
+    f"them are solved and the others go on: call eval() on the layer, or {ONE_SAMPLE}"
 )
 DEPENDENT = (
     "f gives samples another result alone than beside the others: they depend on each other, as through batch norm in "
@@ -229,6 +242,17 @@ def _differ(left_BPN: Tensor, right_BPN: Tensor, rounding: float) -> bool:
     """Whether a sample of the two differs by more than this share of its size; nan does not."""
     off_B = torch.linalg.vector_norm(left_BPN - right_BPN, dim=(1, 2))
     return bool((off_B > rounding * torch.linalg.vector_norm(right_BPN, dim=(1, 2))).any())
+
+
+def require_same_residual(fz_BPN: Tensor, z_BPN: Tensor, solution: Solution, rounding: float) -> None:
+    """f must give all samples at the solution what it gave them in the solve, where others may have left the batch."""
+    with torch.no_grad():
+        # In float64, as in the solve: squares of small float32 are zero.
+        norm_B, scale_B = (
+            torch.linalg.vector_norm(x_BPN, dim=(1, 2), dtype=torch.float64) for x_BPN in (fz_BPN - z_BPN, fz_BPN)
+        )
+        if bool(((norm_B - solution.residual_norm).abs() > rounding * scale_B).any()):
+            raise ValueError(NOT_FIXED)
 
 
 class _Version:

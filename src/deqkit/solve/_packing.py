@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -108,15 +109,33 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+        return _with_items(tree, {key: map_tensors(function, value) for key, value in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(function, value) for value in tree))
     if isinstance(tree, tuple | list):
         return type(tree)(map_tensors(function, value) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in dataclasses.fields(tree)]
-        return dataclasses.replace(tree, **{name: map_tensors(function, getattr(tree, name)) for name in names})
+        return _with_fields(tree, {f: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree)})
     return tree
+
+
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same type, which f may rely on (attributes for keys, ...), with other values."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return items
+    other = copy.copy(mapping)
+    for key, value in items.items():
+        other[key] = value
+    return other
+
+
+def _with_fields(data: Any, fields: dict[dataclasses.Field[Any], Any]) -> Any:
+    """A dataclass with other values in its fields, those too that its constructor does not take."""
+    other = dataclasses.replace(data, **{field.name: value for field, value in fields.items() if field.init})
+    for field, value in fields.items():
+        if not field.init:
+            object.__setattr__(other, field.name, value)
+    return other
 
 
 def select(tree: Any, index: Tensor) -> Any:
