@@ -127,6 +127,29 @@ def test_the_result_may_be_changed_in_place(name):
     assert torch.equal(z0, before)
 
 
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("unrolled", "checkpointed")])
+def test_parts_of_the_result_may_be_changed_in_place(name):
+    weight, x = normal(4, 4, seed=4).requires_grad_(), normal(3, 4, seed=5).requires_grad_()
+    start = (torch.zeros(3, 4, dtype=x.dtype), torch.zeros(3, 2, 1, dtype=x.dtype))
+
+    def f(z, x):
+        wide, narrow = z
+        return torch.tanh(0.3 * narrow.flatten(1).repeat(1, 2) @ weight + x), 0.3 * wide[:, :2].unsqueeze(2)
+
+    def combined(relu):
+        wide, narrow = DEQ(f, **RULES[name])(x, z0=start)
+        return relu(wide) + 2 * narrow.flatten(1).repeat(1, 2) + relu(narrow).sum()
+
+    expected = gradients(lambda: combined(torch.relu), [weight, x])
+
+    def in_place():
+        wide, narrow = DEQ(f, **RULES[name])(x, z0=start)
+        before = 2 * narrow.flatten(1).repeat(1, 2)
+        return nn.ReLU(inplace=True)(wide) + before + nn.ReLU(inplace=True)(narrow).sum()
+
+    assert relative_error(gradients(in_place, [weight, x]), expected) < 1e-12
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_result_shares_no_memory_with_the_arguments(grad):
     x, z0 = normal(3, 4, seed=5), normal(3, 4, seed=6)

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import fractions
 import pickle
 
+import numpy as np
 import pytest
 
 import deqkit.solve
@@ -63,3 +65,9 @@ def test_every_setting_is_covered_and_unknown_ones_are_errors(cls):
         cls(memmory=3)
     with pytest.raises(TypeError):  # one setting at most goes without its name
         cls(*(field.default for field in dataclasses.fields(cls)), 1)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.25), np.float64(0.25), fractions.Fraction(1, 4)])
+def test_any_real_number_is_a_tolerance_and_is_kept_as_a_float(number):
+    assert type(Tolerance(rtol=number).rtol) is float
+    assert Tolerance(rtol=number) == Tolerance(rtol=0.25)

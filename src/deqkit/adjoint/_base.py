@@ -86,7 +86,8 @@ class AttachedAdjoint(AbstractAdjoint):
         z_BPN = packing.pack(z).detach()
         if solution is not None and solution.z is z:
             solution.z = packing.unpack(z_BPN)  # one copy of the state instead of two, if packing had to copy
-        return packing.unpack(self._attach(Equation(f, packing, args), z_BPN, solution, on_backward))
+        attached_BPN = self._attach(Equation(f, packing, args), z_BPN, solution, on_backward)
+        return packing.unpack(attached_BPN, give_away=True)
 
     @abc.abstractmethod
     def _attach(

@@ -88,7 +88,7 @@ class Reversible(AbstractAdjoint):
                 way = linearised.value if touched.closed_over else None
                 inputs = (way, z0_BPN, *touched.routes)
                 z_BPN = _Reversed.apply(self.damping, equation, pair, num_steps_B, touched, *inputs)
-        return packing.unpack(z_BPN), solution  # pyright: ignore[reportArgumentType]
+        return packing.unpack(z_BPN, give_away=True), solution  # pyright: ignore[reportArgumentType]
 
     def _iterate(
         self,

@@ -76,11 +76,15 @@ class Packing:
         row = rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
         return row.to(self.work_dtype)
 
-    def unpack(self, packed_BPN: Tensor) -> Any:
-        """The inverse of `pack`, for any number of samples."""
+    def unpack(self, packed_BPN: Tensor, *, give_away: bool = False) -> Any:
+        """The inverse of `pack`, for any number of samples.
+
+        Parts of what is given away, to which nobody else will refer, may be changed in place with gradients.
+        """
         num_samples = packed_BPN.shape[0]
         row = packed_BPN.to(self.dtype)
-        parts = [row] if len(self.shapes) == 1 else list(row.split(self._widths, dim=2))
+        split = torch.unsafe_split_with_sizes if give_away else torch.split
+        parts = [row] if len(self.shapes) == 1 else split(row, self._widths, dim=2)
         tensors = [p.reshape(num_samples, *s[1:]) for p, s in zip(parts, self.shapes, strict=True)]
         return _fill(self.structure, tensors)
 
