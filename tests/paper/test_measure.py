@@ -179,6 +179,15 @@ def test_rows_of_the_language_models(workshop, corpus, monkeypatch):
     assert pair.holds == (deq <= 1.02 * tied)
     lstm = language.against_lstm(workshop, contenders=contenders[:2], text="a text")
     assert lstm.holds == (deq < tied) and ("the LSTM is ahead" in lstm.measured) == (deq >= tied)
+    minutes = [one["runs"][0]["minutes"] for one in lstm.numbers["found"]]
+    more = minutes[0] / minutes[1] if lstm.holds else minutes[1] / minutes[0]
+    monkeypatch.setattr(language, "AS_LONG", 0.99 * more)  # the one that is ahead has had more time than that
+    assert language.against_lstm(workshop, contenders=contenders[:2], text="a text").holds == lstm.holds
+    unfair = language.against_lstm(workshop, contenders=contenders[:2], text="a text", as_long=True)
+    assert unfair.holds is None and "No verdict: the one that is ahead was trained" in unfair.remark
+    monkeypatch.setattr(language, "AS_LONG", 1.01 * more)
+    fair = language.against_lstm(workshop, contenders=contenders[:2], text="a text", as_long=True)
+    assert fair.holds == lstm.holds
     monkeypatch.setattr(language, "unigram_perplexity", lambda config: 1.0)
     short = language.trellis(workshop, contenders=contenders[:2], text="a text")
     assert short.holds is None and "training was too short for a verdict" in short.remark
