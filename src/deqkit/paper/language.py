@@ -327,8 +327,9 @@ CLAIMS: tuple[Claim, ...] = (
             against_lstm,
             contenders=_with_lstm("wikitext-2", "wikitext-2-mini-long", "wikitext-2-mini-lstm-long", LONG_SEEDS),
             text=f"{WIKITEXT_2}, {AN_HOUR}",
-            what="The LSTM is not at its best: it has more dropout than this text asks for. With less of it, without weight "
-            "decay and in fewer steps it had a lower perplexity (this row at commit f3e8218), still above the DEQ's. ",
+            what="The LSTM is not at its best: it has more dropout than this text asks for. With less of it, without "
+            "weight decay and in fewer steps its perplexity was lower (this row at commit f3e8218), if still above "
+            "the DEQ's. ",
             as_long=True,
         ),
         full_time="two hours",

@@ -31,7 +31,7 @@ class Tolerance:
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
-            if not (isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0):
+            if not (isinstance(value, numbers.Real) and 0 <= float(value) < math.inf):
                 raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
             object.__setattr__(self, name, float(value))  # NumPy's numbers could not be read from a file
         if not isinstance(self.patience, int) or self.patience < 2:
