@@ -26,7 +26,7 @@ from deqkit.train.run_folder import RunFolder, read_metrics
 
 WIDTH = 16
 BYTES = 256
-MEASURED = ("seconds", "tokens_per_second", "memory_mib")
+MEASURED = ("seconds", "processor_seconds", "tokens_per_second", "memory_mib")
 """Fields that say how the machine did, not what was computed."""
 TIGHT = Tolerance(rtol=1e-6, patience=200)
 EXACT: dict[str, Any] = {

@@ -159,7 +159,7 @@ def _train_step(state: TrainingState) -> Record:
 
 
 def _update(state: TrainingState) -> Record:
-    started = time.perf_counter()
+    started, processor_started = time.perf_counter(), time.process_time()
     config, accelerator, number = state.config, state.accelerator, state.step
     batch = next(state.batches)
     state.model.train()
@@ -197,6 +197,7 @@ def _update(state: TrainingState) -> Record:
         "grad_norm": float(norm),
         "shallow": "depth" in settings,
         "seconds": seconds,
+        "processor_seconds": time.process_time() - processor_started,
         "tokens_per_second": batch.tokens_BT.numel() * accelerator.num_processes / seconds,
         "memory_mib": peak_memory_mib(),
     }

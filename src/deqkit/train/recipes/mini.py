@@ -133,10 +133,10 @@ def ptb_mini_long() -> TrainConfig:
 
 
 def ptb_mini_lstm_long() -> TrainConfig:
-    """ptb-mini-lstm for nearly the time of ptb-mini-long, in which it sees more text."""
+    """ptb-mini-lstm for the time of ptb-mini-long, in which it sees more text."""
     config = ptb_mini_lstm()
     model = replace(config.model, input_dropout=0.35, output_dropout=0.35)
-    return _long(config, model, steps=14_000, lr=4e-3)
+    return _long(config, model, steps=21_000, lr=4e-3)
 
 
 def wikitext_2_mini_long() -> TrainConfig:
@@ -146,10 +146,15 @@ def wikitext_2_mini_long() -> TrainConfig:
 
 
 def wikitext_2_mini_lstm_long() -> TrainConfig:
-    """wikitext-2-mini-lstm for nearly the time of wikitext-2-mini-long, in which it sees more text."""
+    """wikitext-2-mini-lstm for the time of wikitext-2-mini-long, in which it sees more text.
+
+    An epoch has twice the steps of Penn Treebank's, and rare words more of them between two updates: less decay a step.
+    With 0.3, and dropout of 0.3, its training loss stayed above that of validation.
+    """
     config = wikitext_2_mini_lstm()
-    model = replace(config.model, input_dropout=0.3, output_dropout=0.3)
-    return _long(config, model, steps=8_000, lr=4e-3)
+    config = replace(config, optimiser=replace(config.optimiser, weight_decay=0.1))
+    model = replace(config.model, input_dropout=0.2, output_dropout=0.2)
+    return _long(config, model, steps=10_000, lr=4e-3)
 
 
 def _long(config: TrainConfig, model: ModelConfig, *, steps: int, lr: float) -> TrainConfig:
