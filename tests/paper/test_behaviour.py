@@ -110,7 +110,9 @@ def followed(stacking_evals, solving_evals, *, last=1e-4, turn=-0.9):
     [
         (followed(None, 9), True, True),
         (followed(30, 9), True, True),
-        (followed(9, 9), False, False),
+        (followed(9, 9), None, False),
+        (followed(10, 9.5), None, False),  # by a hair
+        (followed(9, 30), False, False),
         (followed(None, None), False, False),
         (followed(30, 9, last=0.2), True, False),  # does not come to rest
         (followed(30, 9, turn=0.3), True, False),  # does not oscillate
@@ -119,8 +121,23 @@ def followed(stacking_evals, solving_evals, *, last=1e-4, turn=-0.9):
 def test_solving_against_stacking_is_decided_by_the_traces(found, figure, appendix, setting, monkeypatch):
     workshop, scale = setting
     monkeypatch.setattr(stacking, "_follow", lambda *args, **options: found)
-    assert stacking.figure_3_right(workshop, scale=scale).holds is figure
+    assert stacking.figure_2_right(workshop, scale=scale).holds is figure
     assert stacking.appendix_d(workshop, scale=scale).holds is appendix
+
+
+@pytest.mark.parametrize(
+    ("transformer", "holds"),
+    [
+        (followed(None, 9, last=0.2), True),  # circles around a point that a solver finds
+        (followed(None, None, last=0.2), False),  # and that nobody finds
+        (followed(None, 9, last=0.2, turn=-0.3), False),  # does not circle
+    ],
+)
+def test_a_transformer_may_circle_around_its_point(transformer, holds, setting, monkeypatch):
+    workshop, scale = setting
+    found = {True: transformer, False: followed(30, 30)}
+    monkeypatch.setattr(stacking, "_follow", lambda run, **options: found[is_transformer(run.config)])
+    assert stacking.appendix_d(workshop, scale=scale).holds is holds
 
 
 def affine(matrix, shift):

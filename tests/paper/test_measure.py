@@ -11,6 +11,7 @@ import torch
 
 from deqkit.model import SequenceModel, num_parameters
 from deqkit.paper import copy_memory, language
+from deqkit.paper.cost import training_costs
 from deqkit.paper.measure import (
     COLUMNS,
     Contender,
@@ -174,23 +175,77 @@ def test_rows_of_the_language_models(workshop, corpus, monkeypatch):
     monkeypatch.setattr(language, "unigram_perplexity", lambda config: 1e9)
     small = language.small_models(workshop, contenders=contenders, text="a text")
     deq, tied, untied = (one["test"] for one in small.numbers["found"])
-    assert small.holds == (deq <= min(tied, untied)) and f"{deq:.1f}" in small.measured
+    standings = [language.standing(deq / other) for other in (tied, untied)]
+    assert small.holds == (False if "behind" in standings else None if "level" in standings else True)
+    assert f"{deq:.1f}" in small.measured and all(state in small.measured for state in standings)
     pair = language.trellis(workshop, contenders=contenders[:2], text="a text")
     assert pair.holds == (deq <= 1.02 * tied)
     lstm = language.against_lstm(workshop, contenders=contenders[:2], text="a text")
-    assert lstm.holds == (deq < tied) and ("the LSTM is ahead" in lstm.measured) == (deq >= tied)
-    minutes = [one["runs"][0]["minutes"] for one in lstm.numbers["found"]]
-    more = minutes[0] / minutes[1] if lstm.holds else minutes[1] / minutes[0]
-    monkeypatch.setattr(language, "AS_LONG", 0.99 * more)  # the one that is ahead has had more time than that
-    assert language.against_lstm(workshop, contenders=contenders[:2], text="a text").holds == lstm.holds
-    unfair = language.against_lstm(workshop, contenders=contenders[:2], text="a text", as_long=True)
-    assert unfair.holds is None and "No verdict: the one that is ahead was trained" in unfair.remark
-    monkeypatch.setattr(language, "AS_LONG", 1.01 * more)
-    fair = language.against_lstm(workshop, contenders=contenders[:2], text="a text", as_long=True)
-    assert fair.holds == lstm.holds
+    state = language.standing(deq / tied)
+    assert lstm.holds == {"ahead": True, "behind": False, "level": None}[state]
+    assert {"ahead": "the DEQ is ahead", "behind": "the LSTM is ahead", "level": "they are level"}[
+        state
+    ] in lstm.measured
+    assert f"in {lstm.numbers['cost']:.2f} times the LSTM's processor time" in lstm.measured
+
+
+@pytest.mark.parametrize(
+    ("deq", "lstm", "cost", "holds"),
+    [
+        (90.0, 100.0, 1.0, True),
+        (90.0, 100.0, 1.3, None),  # it has had more time
+        (90.0, 100.0, 0.5, True),
+        (99.5, 100.0, 1.0, None),  # level
+        (110.0, 100.0, 1.0, False),
+        (110.0, 100.0, 0.5, None),  # the LSTM has had more time
+        (110.0, 100.0, 2.0, False),
+    ],
+)
+def test_who_is_ahead_in_the_same_time(workshop, corpus, monkeypatch, deq, lstm, cost, holds):
+    found = [
+        {"label": label, "seeds": [0], "test": value, "lowest": value, "highest": value, "runs": [run]}
+        for label, value, run in (("DEQ", deq, run_of(0, deq)), ("LSTM", lstm, run_of(0, lstm)))
+    ]
+    contenders = [Contender(label=one["label"], config=lambda workshop: equilibrium(corpus)) for one in found]
+    monkeypatch.setattr(language, "compare", lambda *_: found)
+    monkeypatch.setattr(language, "_numbers", lambda *_: {})
+    monkeypatch.setattr(language, "describe_runs", lambda _: "")
+    monkeypatch.setattr(language, "told_commits", lambda _: "")
+    monkeypatch.setattr(language, "training_costs", lambda *_: {"DEQ": cost, "LSTM": 1.0})
+    monkeypatch.setattr(language, "unigram_perplexity", lambda config: 1e9)
+    outcome = language.against_lstm(workshop, contenders=contenders, text="a text", as_long=True)
+    assert outcome.holds is holds and ("No verdict" in outcome.remark) == (holds is None and deq != 99.5)
+
+
+def test_training_too_short_for_a_verdict(workshop, corpus, monkeypatch):
+    contenders = (
+        Contender(label="DEQ", config=lambda workshop: equilibrium(corpus)),
+        Contender(label="tied", config=lambda workshop: stack(corpus)),
+    )
     monkeypatch.setattr(language, "unigram_perplexity", lambda config: 1.0)
     short = language.trellis(workshop, contenders=contenders[:2], text="a text")
     assert short.holds is None and "training was too short for a verdict" in short.remark
+
+
+@pytest.mark.parametrize(
+    ("ratio", "state"), [(0.985, "ahead"), (0.995, "level"), (1.0, "level"), (1.005, "level"), (1.02, "behind")]
+)
+def test_neither_is_ahead_within_what_seeds_differ_by(ratio, state):
+    assert language.standing(ratio) == state
+
+
+def test_the_cost_of_a_training_is_that_of_its_stages(workshop, corpus):
+    """Twice the steps at the equilibrium cost nearly twice as much; a solve of more evaluations costs more."""
+    config = equilibrium(corpus)
+    shallow = replace(config, devices=replace(config.devices, warmup_steps=2, warmup_depth=1))
+    runs = {"evaluations": 3.0, "products": 2.0}, {"evaluations": 12.0, "products": 10.0}
+    contenders = [
+        Contender(label=label, config=lambda workshop, c=changed: c)
+        for label, changed in (("short", config), ("shallow", shallow), ("long", replace(config, steps=12)))
+    ]
+    found = [{"label": one.label, "runs": [runs[one.label == "long"]]} for one in contenders]
+    costs = training_costs(workshop, contenders, found)
+    assert costs["short"] > 0 and costs["long"] > 2 * costs["short"] > 2 * 0.5 * costs["shallow"]
 
 
 def test_the_perplexity_of_frequencies(corpus):

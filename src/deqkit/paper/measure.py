@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deqkit.analysis.training_memory import training_memory
@@ -56,7 +56,7 @@ def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
     before = workshop.measured_before(config)
     if before is not None:
         workshop.tell(f"{config.recipe}-seed-{config.seed}: as measured before, trained at commit {before['commit']}")
-        return before
+        return {**before, **_memory(config)}  # which needs no trained weights
     run = workshop.trained(config)
     key = ("measure", run.folder.path.name)
     if key not in workshop.kept:
@@ -67,9 +67,7 @@ def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
 def _measure(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
     config, task = run.config, run.task()
     test = workshop.tested(run)
-    batch, length = step_shape(config)
     count = num_parameters(run.model)
-    memory = training_memory(config.model, batch=batch, length=length)
     return {
         "recipe": config.recipe,
         "seed": config.seed,
@@ -83,9 +81,20 @@ def _measure(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
         "best_step": run.step,
         **_training(workshop, run),
         "inference_us_per_token": 1e6 * test["seconds"] / test["num_tokens"],
-        "training_memory_mib": memory.peak / MIB,
+        **_memory(config),
         "leak": measure_leak(run.model, task, "test"),
     }
+
+
+def _memory(config: TrainConfig) -> dict[str, float]:
+    """The peak of the training, and that of its last stage: the layers of a shallow start may need more than the
+    equilibrium that follows."""
+    batch, length = step_shape(config)
+    stages = [config.model]
+    if config.devices.warmup_steps:
+        stages.append(replace(config.model, depth=config.devices.warmup_depth))
+    peaks = [training_memory(model, batch=batch, length=length).peak / MIB for model in stages]
+    return {"training_memory_mib": max(peaks), "last_stage_memory_mib": peaks[0]}
 
 
 def _validation(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
@@ -135,14 +144,14 @@ def compare(workshop: Workshop, contenders: Sequence[Contender]) -> list[dict[st
 
 
 def verdict_of(
-    holds: bool, contenders: Sequence[Contender], found: Sequence[dict[str, Any]]
+    holds: bool | None, contenders: Sequence[Contender], found: Sequence[dict[str, Any]]
 ) -> tuple[bool | None, str]:
     """What can be said when some contenders are missing: that a claim fails, but not that it holds."""
     labels = [one["label"] for one in found]
     missing = [contender.label for contender in contenders if contender.label not in labels]
     if not missing:
         return holds, ""
-    return (None if holds else False), f" Not trained: {', '.join(missing)}."
+    return (False if holds is False else None), f" Not trained: {', '.join(missing)}."
 
 
 def _over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -199,9 +208,14 @@ def _row(one: dict[str, Any]) -> list[str]:
         mean("training_us_per_token"),
         mean("inference_us_per_token"),
         solves,
-        mean("training_memory_mib"),
+        _memory_cell(runs[0]),
         f"{max(run['leak'] for run in runs):.1g}",
     ]
+
+
+def _memory_cell(run: dict[str, Any]) -> str:
+    peak, last = round(run["training_memory_mib"]), round(run["last_stage_memory_mib"])
+    return f"{peak}" if peak == last else f"{peak} ({last} after the shallow start)"
 
 
 def listed(found: Sequence[dict[str, Any]], form: str = ".1f") -> str:
@@ -232,6 +246,23 @@ def bars(found: Sequence[dict[str, Any]], *, y: str, **options: Any) -> dict[str
             for one in found
         ],
     }
+
+
+def told_rates(workshop: Workshop, contenders: Sequence[Contender]) -> str:
+    rates = ", ".join(f"{one.label} {one.config(workshop).optimiser.lr:g}" for one in contenders)
+    return f" Learning rates: {rates}."
+
+
+def told_shallow(workshop: Workshop, contenders: Sequence[Contender]) -> str:
+    """How many steps of which models were taken with a few layers; empty if none were."""
+    starts: dict[str, list[str]] = {}
+    for contender in contenders:
+        config = contender.config(workshop)
+        devices = config.devices
+        if devices.warmup_steps:
+            start = f"{devices.warmup_steps:,} of {config.steps:,} steps with {devices.warmup_depth} tied layers"
+            starts.setdefault(start, []).append(contender.label)
+    return "".join(f" The first {start}: {words.listed(labels)}." for start, labels in starts.items())
 
 
 def told_commits(found: Sequence[dict[str, Any]]) -> str:

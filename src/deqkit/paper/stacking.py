@@ -14,6 +14,12 @@ from deqkit.train.load import LoadedRun
 
 SOLVED = 1e-3
 """A relative residual at which an equilibrium counts as found."""
+QUICKER = 0.9
+"""At most this share of the evaluations is fewer of them; more is as many."""
+SETTLED = 0.1
+"""A stack has come to rest once the change from layer to layer is this share of the second layer's."""
+TURNING = -0.5
+"""A cosine between successive steps below which layers undo each other for the most part: an oscillation."""
 STACKING, SOLVING = "layer after layer", "Broyden"
 
 
@@ -34,11 +40,16 @@ def _follow(run: LoadedRun, *, length: int, scale: Scale) -> dict[str, Any]:
 
 
 def _fewer(a: int | None, b: int | None) -> bool:
-    """Whether a is reached, and before b."""
-    return a is not None and (b is None or a < b)
+    """Whether a is reached, and clearly before b."""
+    return a is not None and (b is None or a <= QUICKER * b)
 
 
-def figure_3_right(workshop: Workshop, *, scale: Scale) -> Outcome:
+def _as_many(a: int | None, b: int | None) -> bool:
+    """Whether neither is reached clearly before the other."""
+    return not _fewer(a, b) and not _fewer(b, a)
+
+
+def figure_2_right(workshop: Workshop, *, scale: Scale) -> Outcome:
     equilibrium = workshop.trained(scale.transformer(workshop))
     stack = workshop.trained(scale.transformer_layers(workshop))
     length = equilibrium.config.data.eval_length
@@ -49,20 +60,31 @@ def figure_3_right(workshop: Workshop, *, scale: Scale) -> Outcome:
     series = [curve(f"{model}, {name}", trace) for model, one in found.items() for name, trace in one["traces"].items()]
     solve, stacking = found["DEQ"]["evaluations"][SOLVING], found["stack"]["evaluations"][STACKING]
     own = found["DEQ"]["evaluations"][STACKING]
+    quicker = [_fewer(solve, other) for other in (stacking, own)]
+    level = solve is not None and any(_as_many(solve, other) for other in (stacking, own))
+    oscillates = {name: one["turn"] is not None and one["turn"] < TURNING for name, one in found.items()}
     return Outcome(
         measured=f"evaluations to a residual of {SOLVED:g}: DEQ with Broyden {_count(solve, scale)}, its cell stacked "
         f"{_count(own, scale)}; the layer-trained transformer stacked {_count(stacking, scale)} "
         f"(residual {found['stack']['last'][STACKING]:.0e} after {scale.depth} layers; cosine between successive steps "
         f"{_number(found['stack']['turn'])}, in the DEQ's cell {_number(found['DEQ']['turn'])})",
         scale=f"{scale.num_samples} test sequences of {length}; {describe(equilibrium, stack)}",
-        holds=_fewer(solve, stacking) and _fewer(solve, own),
+        holds=None if level else all(quicker),
         numbers={
             "found": found,
+            "quicker than the stack, than its own cell stacked": quicker,
+            "oscillates": oscillates,
             "figure": figure(x="evaluations of f", y="relative residual", series=series, log_y=True),
         },
-        remark="A cosine near -1 means that layers undo each other: an oscillation. Layers that were trained to be "
-        "stacked may well converge when stacked.",
+        remark=f"Asked: at most {QUICKER:.0%} of the evaluations of either; open where they need as many. A cosine "
+        f"near -1 means that layers undo each other: an oscillation, if below {TURNING:g}. Here the stack "
+        f"{_oscillates(oscillates['stack'])}, the DEQ's cell stacked {_oscillates(oscillates['DEQ'])}, which the paper "
+        "says may be and which decides nothing here.",
     )
+
+
+def _oscillates(yes: bool) -> str:
+    return "oscillates" if yes else "does not"
 
 
 def _count(evals: int | None, scale: Scale) -> str:
@@ -85,34 +107,41 @@ def appendix_d(workshop: Workshop, *, scale: Scale) -> Outcome:
             workshop.tell(f"appendix D: {name}, T = {length}")
             found[name][length] = _follow(run, length=length, scale=scale)
     # From the second layer on: the first starts from zero, where the change is 1 whatever the layer does.
-    converges = {
-        name: all(one["last"][STACKING] < 0.1 * one["traces"][STACKING][1] for one in of.values())
+    falls = {
+        name: [one["last"][STACKING] / one["traces"][STACKING][1] for one in of.values()] for name, of in found.items()
+    }
+    converges = {name: all(fall < SETTLED for fall in of) for name, of in falls.items()}
+    turning = [one["turn"] for one in found["transformer"].values()]
+    oscillates = all(turn is not None and turn < TURNING for turn in turning)
+    easier = {
+        name: all(_fewer(one["evaluations"][SOLVING], one["evaluations"][STACKING]) for one in of.values())
         for name, of in found.items()
     }
-    turning = [one["turn"] for one in found["transformer"].values()]
-    oscillates = all(turn is not None and turn < 0 for turn in turning)
-    easier = all(
-        _fewer(one["evaluations"][SOLVING], one["evaluations"][STACKING]) for one in found["transformer"].values()
-    )
+    # A stack that circles around its point need not come to rest, if the point is there: a solver finds it.
+    tends = converges["trellis"] and (converges["transformer"] or (oscillates and easier["transformer"]))
     panels = [
-        {"title": name, **figure(x="layer", y="change from the layer before", log_y=True, series=_panel(of))}
+        {
+            "title": name,
+            **figure(
+                x="evaluations of f", y="relative residual (stacked: change by a layer)", log_y=True, series=_panel(of)
+            ),
+        }
         for name, of in found.items()
     ]
     return Outcome(
         measured="; ".join(
             f"{name}: change after {scale.depth} layers "
-            + ", ".join(f"{one['last'][STACKING]:.0e}" for one in of.values())
-            + f" ({'' if converges[name] else 'not '}a tenth of the first or less at every T)"
+            + ", ".join(f"{fall:.2g}" for fall in falls[name])
+            + f" of that of the second; evaluations to {SOLVED:g}: Broyden "
+            + ", ".join(_count(one["evaluations"][SOLVING], scale) for one in of.values())
+            + ", stacking "
+            + ", ".join(_count(one["evaluations"][STACKING], scale) for one in of.values())
             for name, of in found.items()
         )
-        + f"; transformer: cosine between successive steps {', '.join(map(_number, turning))}; Broyden finds its "
-        f"equilibrium to {SOLVED:g} in "
-        + ", ".join(_count(one["evaluations"][SOLVING], scale) for one in found["transformer"].values())
-        + " evaluations, stacking in "
-        + ", ".join(_count(one["evaluations"][STACKING], scale) for one in found["transformer"].values()),
+        + f"; the transformer's cosine between successive steps {', '.join(map(_number, turning))}",
         scale=f"T = {', '.join(map(str, scale.lengths))}, {scale.num_samples} test sequences each; "
         f"{describe(*runs.values())}",
-        holds=all(converges.values()) and oscillates and easier,
+        holds=tends and oscillates and easier["transformer"],
         numbers={
             "found": {name: {str(length): one for length, one in of.items()} for name, of in found.items()},
             "converges": converges,
@@ -120,10 +149,13 @@ def appendix_d(workshop: Workshop, *, scale: Scale) -> Outcome:
             "quasi-Newton is quicker": easier,
             "figures": panels,
         },
-        remark="Three things must hold: both come to rest (the change falls to a tenth; transformer: "
-        f"{_yes(converges['transformer'])}, trellis: {_yes(converges['trellis'])}), the transformer's steps turn back "
-        f"({_yes(oscillates)}), Broyden is quicker on it ({_yes(easier)}). An oscillation that stays is no coming to "
-        "rest. All lengths but the shortest are longer than what the models were trained on "
+        remark="Asked: the trellis comes to rest (the change falls to a tenth at every T), the transformer comes to "
+        "rest or circles around a point that Broyden's method finds, its steps turn back (a cosine below "
+        f"{TURNING:g}), and Broyden needs fewer evaluations than stacking on it. Comes to rest: transformer "
+        f"{_yes(converges['transformer'])}, trellis {_yes(converges['trellis'])}; turns back: {_yes(oscillates)}; "
+        f"Broyden is quicker: transformer {_yes(easier['transformer'])}, trellis {_yes(easier['trellis'])} (of which "
+        "the paper says nothing: information moves on by a kernel's width with every evaluation, whoever asks for it). "
+        f"All lengths but the shortest are longer than what the models were trained on "
         f"({runs['transformer'].config.data.length} positions and as many of memory).",
     )
 
@@ -140,7 +172,7 @@ def _panel(of: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
 
 CLAIMS: tuple[Claim, ...] = (
     at_both_scales(
-        figure_3_right,
+        figure_2_right,
         row="figure-2-right",
         where="figure 2, right",
         claim="Broyden's method finds the equilibrium of a trained DEQ in fewer steps than stacked layers take to come "

@@ -1,0 +1,66 @@
+"""What trainings cost beside each other: steps of each, timed in turn in one run, times how many of them it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deqkit.model import ModelConfig, SequenceModel
+from deqkit.paper.measure import Contender
+from deqkit.paper.runtime import compare_models, phases
+from deqkit.paper.workshop import Workshop
+from deqkit.solve import Tolerance
+from deqkit.train.config import TrainConfig
+from deqkit.train.tasks import make_task, resolve
+
+ROUNDS = 7
+
+
+def training_costs(
+    workshop: Workshop, contenders: Sequence[Contender], found: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    """Processor seconds of each contender's training, by its label.
+
+    Minutes that trainings took are of different days, machines and company. The time of a step does not depend on the
+    weights if its solves take as many evaluations and products as training did, so untrained models will do.
+    """
+    stages: dict[str, tuple[str, int]] = {}
+    models: dict[str, tuple[TrainConfig, SequenceModel]] = {}
+    for contender, one in zip(contenders, found, strict=True):
+        config = resolve(contender.config(workshop))
+        for name, num_steps, model in _stages(config, one["runs"][0]):
+            key = f"{one['label']}, {name}"
+            stages[key] = (one["label"], num_steps)
+            with torch.random.fork_rng():
+                torch.manual_seed(config.seed)
+                models[key] = (replace(config, model=model), SequenceModel(model))
+    first = next(iter(models.values()))[0]
+    batches = phases(first, make_task(first), ROUNDS)["training"]
+    workshop.tell(f"time of a step: {'; '.join(models)}")
+    compared = compare_models(models, batches, training=True, rounds=ROUNDS)
+    costs = dict.fromkeys((label for label, _ in stages.values()), 0.0)
+    for key, (label, num_steps) in stages.items():
+        data = models[key][0].data
+        costs[label] += num_steps * data.batch * data.length * compared["seconds"][key]["median"]
+    return costs
+
+
+def _stages(config: TrainConfig, run: dict[str, Any]) -> Iterator[tuple[str, int, ModelConfig]]:
+    """The parts of a training in which a step does the same: what it is, how many steps, and what the model does."""
+    shallow = config.devices.warmup_steps
+    if shallow:
+        yield f"{config.devices.warmup_depth} layers", shallow, replace(config.model, depth=config.devices.warmup_depth)
+    model = config.model
+    if run["evaluations"] is not None:
+        model = _with_counts(model, evaluations=round(run["evaluations"]), products=round(run["products"]))
+    yield "then" if shallow else "all along", config.steps - shallow, model
+
+
+def _with_counts(model: ModelConfig, *, evaluations: int, products: int) -> ModelConfig:
+    """Solves that take exactly so many."""
+    endless = Tolerance(rtol=0.0)
+    adjoint: Any = model.adjoint
+    return replace(model, tol=endless, max_steps=evaluations, adjoint=replace(adjoint, tol=endless, max_steps=products))
