@@ -15,7 +15,7 @@ from deqkit.paper.solves import (
     sample_text,
     turns,
 )
-from deqkit.paper.subjects import QUICK, changed, describe, untrained
+from deqkit.paper.subjects import QUICK, changed, describe, is_transformer, untrained
 from deqkit.solve import Broyden, FixedPointIteration, Status, Tolerance, fixed_point
 from deqkit.train.recipes import RECIPES
 from deqkit.train.tasks import make_task
