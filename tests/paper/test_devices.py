@@ -129,19 +129,26 @@ def test_pieces_must_be_easier_and_give_the_same(pieces, holds, setting, monkeyp
     assert decided(devices.subsequences, setting, monkeypatch, training(), training()).holds is holds
 
 
-@pytest.mark.parametrize(("noisy", "holds"), [(9.0, True), (7.0, False)])
-def test_dropout_is_decided_on_one_model(noisy, holds, setting, monkeypatch):
-    monkeypatch.setattr(devices, "_with_and_without_masks", lambda *args: (found(noisy), found(8.0)))
+@pytest.mark.parametrize(
+    ("noisy", "error", "holds"), [(9.0, 0.4, True), (7.0, 0.4, False), (9.0, 0.6, None), (7.0, 0.6, None)]
+)
+def test_dropout_is_decided_on_one_model(noisy, error, holds, setting, monkeypatch):
+    solved = {"with": {**found(noisy), "solves": 8}, "without": found(8.0), "difference": noisy - 8.0}
+    monkeypatch.setattr(devices, "_with_and_without_masks", lambda *args: {**solved, "standard error": error})
     assert decided(devices.dropout, setting, monkeypatch, training(), training()).holds is holds
 
 
 def test_masks_are_drawn_and_the_model_is_left_in_evaluation_mode(setting):
     workshop, scale = setting
     run = workshop.trained(scale.plain(workshop))
-    noisy, clean = devices._with_and_without_masks(run, scale)
+    found = devices._with_and_without_masks(run, scale)
+    noisy, clean = found["with"], found["without"]
     assert noisy["largest residual"] != clean["largest residual"] and not run.model.training
+    assert noisy["solves"] == devices.NUM_DRAWS * clean["solves"]
+    mean_difference = noisy["evaluations"]["mean"] - clean["evaluations"]["mean"]
+    assert found["difference"] == pytest.approx(mean_difference, abs=1e-9)
     torch.manual_seed(5)
-    assert devices._with_and_without_masks(run, scale) == (noisy, clean)  # whatever the global seed is
+    assert devices._with_and_without_masks(run, scale) == found  # whatever the global seed is
 
 
 def test_pieces_are_solved_one_by_one(setting):

@@ -43,13 +43,14 @@ def make_workshop(root: Path) -> tuple[Workshop, Scale]:
         depth=12,
         rounds=2,
         lengths=(8, 16),
+        long_length=64,
     )
     return Workshop(runs=root / "runs"), scale
 
 
 def check_outcome(outcome: Outcome) -> dict[str, Any]:
-    """What every outcome must be: told, decided, and plain values without NaN, with figures that can be drawn."""
-    assert outcome.measured and outcome.scale and outcome.holds in (True, False)
+    """What every outcome must be: told, and plain values without NaN, with figures that can be drawn."""
+    assert outcome.measured and outcome.scale and outcome.holds in (True, False, None)
     assert "/tmp" not in outcome.scale and "nan" not in outcome.measured
     numbers = json.loads(json.dumps(outcome.numbers, allow_nan=False))
     panels = numbers.get("figures", [numbers["figure"]] if "figure" in numbers else [])

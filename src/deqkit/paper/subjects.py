@@ -52,6 +52,8 @@ class Scale:
     """How often a timing is repeated."""
     lengths: tuple[int, ...] = LENGTHS
     """Sequence lengths of appendix D."""
+    long_length: int = 1024
+    """Positions of a sequence that is cut in pieces; the paper speaks of more than 1000."""
 
 
 class ScaledCheck(Protocol):
