@@ -36,6 +36,21 @@ def test_the_report_is_there_after_the_backward_pass_and_not_before():
     assert 0 < solution.grad_error < 1
 
 
+@pytest.mark.parametrize("grad_rtol", [None, 1e-3])
+@pytest.mark.parametrize("scale", [1e-30, 1e-24, 1e20, 1e30])
+def test_the_estimate_does_not_depend_on_the_scale_of_the_loss(scale, grad_rtol):
+    """Squares of such float32 numbers are 0 or inf."""
+    torch.manual_seed(0)
+    cell, x = torch.nn.Linear(8, 8), normal(4, 8, seed=5).float()
+    deq = DEQ(lambda z, x: torch.tanh(0.9 * cell(z) + x), adjoint=Implicit(grad_rtol=grad_rtol))
+    errors = []
+    for factor in (1.0, scale):
+        z, solution = deq(x, return_solution=True)
+        (factor * z).sum().backward()
+        errors.append(solution.grad_error)
+    assert errors[1] == pytest.approx(errors[0], rel=0.5) and errors[0] > 0
+
+
 def test_the_residual_it_reports_is_the_true_one():
     """||J'y + v - y|| / ||J'y + v|| with a dense J, sample by sample."""
     cell, x = TanhCell(), normal(3, 4, seed=5)

@@ -244,6 +244,62 @@ def test_without_compaction_a_sample_that_the_others_disturb_is_solved_again(sol
     assert bool(converged_B.all()) == (max_steps == 300)
 
 
+def graph(seed: int, radius: float):
+    """The rows of a state as the nodes of a graph: samples that depend on each other."""
+    a_BB, w_NN = normal(seed, 6, 6), normal(seed + 1, 3, 3)
+    a_BB = a_BB * (radius / torch.linalg.eigvals(a_BB).abs().max())
+    w_NN = w_NN / torch.linalg.matrix_norm(w_NN, 2)
+    return lambda z, x: a_BB @ torch.tanh(z @ w_NN) + x, normal(seed + 2, 6, 3)
+
+
+def true_residual(f, z, x):
+    with torch.no_grad():
+        return (f(z, x) - z).norm(dim=1) / f(z, x).norm(dim=1)
+
+
+@pytest.mark.parametrize("patience", [3, 10])
+def test_fallback_says_of_dependent_samples_what_is_so(patience):
+    """The first solver's samples must not be left where they were while the second moves the others."""
+    solver = Fallback(Anderson(), NewtonKrylov(), patience=patience)
+    verdicts = []
+    for seed in range(30):
+        f, x = graph(3 * seed, 0.6)
+        solution = fixed_point(
+            lambda z, f=f, x=x: f(z, x), torch.zeros_like(x), solver=solver, max_steps=300, throw=False
+        )
+        assert (true_residual(f, solution.z, x) - solution.residual).abs().max() < 1e-6
+        assert (solution.residual[solution.codes == Status.CONVERGED.severity] < 2.01e-3).all()
+        verdicts.append(solution.status)
+    assert verdicts.count(Status.CONVERGED) > 20
+
+
+@pytest.mark.parametrize("adjoint", [Implicit(), Phantom(steps=2)], ids=repr)
+def test_dependent_samples_that_fail_have_true_residuals_and_gradients(adjoint):
+    """Each is returned from an evaluation of its own, and only all of them together have a residual."""
+    failed = 0
+    for seed in range(20):
+        f, x = graph(3 * seed, 0.95)
+        deq = DEQ(f, compact=False, adjoint=adjoint)
+        with torch.no_grad():
+            z, solution = deq(x, return_solution=True)
+        failed += solution.status is not Status.CONVERGED
+        assert (true_residual(f, z, x) - solution.residual).abs().max() < 1e-6
+        z, solution = deq(x.requires_grad_(), return_solution=True)
+        assert (true_residual(f, z, x) - solution.residual).abs().max() < 1e-6
+        (gradient,) = torch.autograd.grad(z.sum(), x)
+        assert torch.isfinite(gradient).all()
+    assert failed > 3
+
+
+def test_a_verdict_is_withdrawn_when_the_others_disturb_it_at_the_end():
+    """The first sample is solved until the second, which never is, comes back to its own best point."""
+    f = lambda z, x: torch.stack([0.5 * z[0] + x[0] + 0.1 * torch.tanh(100 * z[1]), 3 - z[1]])  # noqa: E731
+    x = torch.ones(2, 1, dtype=torch.float64)
+    z, solution = DEQ(f, solver=FixedPointIteration(), max_steps=12, compact=False)(x, return_solution=True)
+    assert (true_residual(f, z, x) - solution.residual).abs().max() < 1e-6
+    assert bool((solution.codes[solution.residual > 2e-3] != Status.CONVERGED.severity).all())
+
+
 def test_as_one_sample_they_have_one_honest_verdict():
     solution = fixed_point(
         lambda z, x: coupled(z[0], x[0])[None], torch.zeros_like(COUPLED_X)[None], (COUPLED_X[None],), tol=TOL

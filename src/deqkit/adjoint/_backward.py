@@ -33,7 +33,7 @@ from deqkit.solve import (
     Status,
     Tolerance,
 )
-from deqkit.solve._fixed_point import check_settings, iterate, join, require_same_residual
+from deqkit.solve._fixed_point import check_settings, check_together, iterate, join
 from deqkit.solve._loop import LoopOptions
 from deqkit.solve._packing import Packing, tensors_in
 from deqkit.solve._solution import raise_if_failed
@@ -72,7 +72,9 @@ class BackwardPass:
         z_BPN = z_BPN.detach()
         linearised = Linearised(self.equation, z_BPN)
         if self.solution is not None:
-            require_same_residual(linearised.value, z_BPN, self.solution, self.equation.rounding)
+            check_together(
+                lambda: self.equation(z_BPN), z_BPN, self.solution, self.equation.rounding, linearised.value.detach()
+            )
         self.touched = linearised.touched(self.equation.inputs)
         if not self.touched.tensors:
             return z_BPN
@@ -100,7 +102,9 @@ class BackwardPass:
             self.solution.backward = solved
         raise_if_failed(solved, where="the backward solve (products with the Jacobian of f)", above=Status.STALLED)
         if self.solution is not None:
-            size_B, given_B = (torch.linalg.vector_norm(x.detach(), dim=(1, 2)) for x in (y_BPN, v_BPN))
+            size_B, given_B = (
+                torch.linalg.vector_norm(x.detach(), dim=(1, 2), dtype=torch.float64) for x in (y_BPN, v_BPN)
+            )
             curvature = self._curvature(v_BPN, y_BPN, linearised, solved)
             self.solution.grad_error = gradient_error(self.solution, solved, size_B, given_B, curvature)
             self._warn_if_inexact(self.solution)

@@ -33,7 +33,7 @@ def gradient_error(
     squared_B = (stretch_B * forward.residual).square() + (stretch_B * backward.residual).square()
     if curvature is not None:
         squared_B = squared_B + curvature.square()
-    return _weighted_mean(squared_B, size_B.square()) ** 0.5
+    return _weighted_mean(squared_B, (size_B / size_B.max()).square()) ** 0.5  # whatever the scale of the loss
 
 
 def _stretch(forward: Solution, backward: Solution) -> Tensor:
@@ -50,7 +50,7 @@ def forward_error(forward: Solution) -> float:
 
 def _weighted_mean(values_B: Tensor, weights_B: Tensor) -> float:
     total = float(weights_B.sum())
-    return float((values_B * weights_B).sum()) / total if total > 0 else 0.0
+    return float((values_B * weights_B).sum()) / total if total > 0 else 0.0  # nan too: all weights are 0 / 0
 
 
 def curvature_ahead(equation: Equation, z_BPN: Tensor, solution: Solution) -> Tensor:
@@ -71,7 +71,7 @@ def curvature_from_one(
     The farther z is from z* the more J changes, and the more a sample stretches it: the others are judged by that.
     """
     stretch_B, away_B = _stretch(forward, backward), forward.amplification.nan_to_num(1.0) * forward.residual
-    size_B = torch.linalg.vector_norm(y_BPN, dim=(1, 2))
+    size_B = torch.linalg.vector_norm(y_BPN, dim=(1, 2), dtype=torch.float64)
     index_1 = (stretch_B * forward.residual * size_B).argmax().unsqueeze(0)
     parts = (here.source, here.value, v_BPN, y_BPN, forward.amplification.nan_to_num(1.0))
     z_1PN, fz_1PN, v_1PN, y_1PN, far_1 = (part.detach().index_select(0, index_1) for part in parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from deqkit.adjoint._base import AttachedAdjoint, OnBackward
 from deqkit.adjoint._graph import Equation
 from deqkit.solve import Solution
-from deqkit.solve._fixed_point import require_same_residual
+from deqkit.solve._fixed_point import check_together
 from deqkit.solve._solver import check_count, check_damping
 
 
@@ -37,6 +37,6 @@ class Phantom(AttachedAdjoint):
         for step in range(self.steps):
             value_BPN = equation(z_BPN)
             if step == 0 and solution is not None:
-                require_same_residual(value_BPN, z_BPN, solution, equation.rounding)
+                check_together(lambda: equation(fixed_BPN), fixed_BPN, solution, equation.rounding, value_BPN.detach())
             z_BPN = torch.lerp(z_BPN, value_BPN, self.damping)
         return fixed_BPN + (z_BPN - z_BPN.detach())

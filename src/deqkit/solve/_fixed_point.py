@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deqkit.solve._batch import ratio
 from deqkit.solve._calls import random_state
 from deqkit.solve._hoist import Hoist, can_hoist
 from deqkit.solve._loop import Loop, LoopOptions, Problem, Unfinished
@@ -54,13 +55,15 @@ def fixed_point(
         throw: raise unless every sample converged. With False, read `solution.status`.
         compact: let samples leave the batch when they are done. It needs `args` to know what belongs to a sample: an
             f that closes over its batch is solved without. Results are the same up to rounding.
-        check_samples: if samples have left, evaluate f once more for all of them, and refuse an f that gives them
-            another residual beside each other than it gave those that went on alone.
+        check_samples: evaluate f once more for all samples if some have left, or have failed and so are returned as
+            they were at different evaluations. An f that gives samples another result alone than beside the others is
+            refused; one whose samples depend on each other and none of which has left gets its residuals from there.
         hoist: compute what f makes of anything but z (projections of its arguments, normalised weights, masks) in the
             first evaluations and not again, which needs the memory for it. Results are the same. Not in inference
             mode, nor for an f that is compiled.
         check_every: look at the verdicts every so many evaluations (each look waits for the device). Samples that are
-            done stay as they are in between, so results do not depend on it.
+            done stay as they are in between, so results do not depend on it (`num_evals` of causal solves that stall
+            may, by one).
         trace: record the residual of every evaluation.
         keep_solver_state: hand back the solver's memory in `solution.solver_state`.
 
@@ -88,10 +91,10 @@ def fixed_point(
         start_BPN = packing.pack(z0).clone()  # the result must not share memory with the caller's z0
         hoist = hoist and can_hoist(f)
         solution = iterate(lambda: FunctionProblem(f, packing, args, hoist=hoist), start_BPN, solver, options, packing)
-        if check_samples and solution.independent:
+        if check_samples and (solution.independent or _may_be_apart(solution, solver)):
             began = time.perf_counter()
             whole = FunctionProblem(f, packing, args)
-            require_same_residual(whole.evaluate(solution.z), solution.z, solution, whole.rounding)
+            check_together(lambda: whole.evaluate(solution.z), solution.z, solution, whole.rounding)
             solution.seconds_in_f += time.perf_counter() - began
     solution.z = packing.unpack(solution.z)
     if throw:
@@ -244,15 +247,56 @@ def _differ(left_BPN: Tensor, right_BPN: Tensor, rounding: float) -> bool:
     return bool((off_B > rounding * torch.linalg.vector_norm(right_BPN, dim=(1, 2))).any())
 
 
-def require_same_residual(fz_BPN: Tensor, z_BPN: Tensor, solution: Solution, rounding: float) -> None:
-    """f must give all samples at the solution what it gave them in the solve, where others may have left the batch."""
+def _may_be_apart(solution: Solution, solver: AbstractSolver | Fallback) -> bool:
+    """Whether the samples may never have been evaluated as they are returned, beside each other.
+
+    Those that are solved stay as they are until all are; a causal solver measures what it puts together.
+    """
+    several = solution.codes.numel() > 1 and solver.group == "sample"
+    return several and (isinstance(solver, Fallback) or bool((solution.codes != Status.CONVERGED.severity).any()))
+
+
+def check_together(
+    evaluate: Callable[[], Tensor], z_BPN: Tensor, solution: Solution, rounding: float, fz_BPN: Tensor | None = None
+) -> None:
+    """Hold f at the solution, all samples side by side, against what the solve saw of each.
+
+    Args:
+        evaluate: f at the solution.
+        fz_BPN: the same, if it is known already.
+
+    Raises:
+        ValueError: f is not one fixed function, or gives samples another result alone than beside the others.
+    """
     with torch.no_grad():
+        fz_BPN = evaluate() if fz_BPN is None else fz_BPN
         # In float64, as in the solve: squares of small float32 are zero.
         norm_B, scale_B = (
             torch.linalg.vector_norm(x_BPN, dim=(1, 2), dtype=torch.float64) for x_BPN in (fz_BPN - z_BPN, fz_BPN)
         )
-        if bool(((norm_B - solution.residual_norm).abs() > rounding * scale_B).any()):
+        off_B = (norm_B - solution.residual_norm).abs() > rounding * scale_B
+        if not bool(off_B.any()):
+            return
+        # What rounding makes of one function at one point is far less than what it makes of another batch.
+        if off_B.numel() == 1 or _differ(evaluate(), fz_BPN, rounding**2):
             raise ValueError(NOT_FIXED)
+        if solution.independent:
+            raise ValueError(DEPENDENT)
+        _measure_again(solution, off_B, norm_B, scale_B)
+
+
+def _measure_again(solution: Solution, off_B: Tensor, norm_B: Tensor, scale_B: Tensor) -> None:
+    """Samples depend on each other, none has left, and each is returned from an evaluation of its own.
+
+    A verdict is withdrawn where the residual is more than twice the one that it was given for.
+    """
+    solved_B = solution.codes == Status.CONVERGED.severity
+    withdrawn_B = off_B & solved_B & (norm_B > 2 * solution.residual_norm)
+    worst = solution.codes.amax().clamp(min=Status.MAX_STEPS.severity)
+    solution.codes = torch.where(withdrawn_B, worst, solution.codes)
+    dtype = solution.residual.dtype
+    solution.residual = torch.where(off_B, ratio(norm_B, scale_B).to(dtype), solution.residual)
+    solution.residual_norm = torch.where(off_B, norm_B.to(dtype), solution.residual_norm)
 
 
 class _Version:
@@ -278,30 +322,41 @@ def iterate(
     """Run the loop on a packed state; with a `Fallback`, once for every solver that is needed."""
     if not isinstance(solver, Fallback):
         return Loop(make_problem(), z_BPN, solver, options, packing).run()
-    *earlier, last = solver.solvers
+    first, *others = solver.solvers
+    last = others[-1]
+    problem = make_problem()
+    # Samples that cannot leave may depend on each other, and what one solver has solved on what the next one moves.
+    together = not (options.compact and problem.can_compact)
     impatient = dataclasses.replace(options.tol, patience=min(solver.patience, options.tol.patience))
-    total = Loop(make_problem(), z_BPN, earlier[0], dataclasses.replace(options, tol=impatient), packing).run()
-    for following in solver.solvers[1:]:
+    total = Loop(problem, z_BPN, first, dataclasses.replace(options, tol=impatient, hand_over=True), packing).run()
+    for following in others:
         budget_B = options.max_steps - total.num_evals
         open_B = (total.codes >= Status.STALLED.severity) & (budget_B > 1)
         if not bool(open_B.any()):
             break
         tol = options.tol if following is last else impatient
-        again = dataclasses.replace(options, tol=tol, max_steps=int(budget_B[open_B].amax()))
-        unfinished = Unfinished(open_B=open_B, budget_B=budget_B)
-        total = join(total, Loop(make_problem(), total.z, following, again, packing, unfinished).run(), open_B)
+        max_steps = int(budget_B[open_B].amax())
+        again = dataclasses.replace(options, tol=tol, max_steps=max_steps, hand_over=following is not last)
+        norm_B = total.residual_norm if together else None
+        unfinished = Unfinished(open_B=open_B, budget_B=budget_B, codes_B=total.codes, norm_B=norm_B)
+        found = Loop(make_problem(), total.z, following, again, packing, unfinished).run()
+        if together:
+            open_B = open_B | ~found.residual.isnan()  # and those whose residual the others have changed
+        total = join(total, found, open_B, together=together)
     return total
 
 
-def join(first: Solution, second: Solution, open_B: Tensor | None = None) -> Solution:
+def join(first: Solution, second: Solution, open_B: Tensor | None = None, *, together: bool = False) -> Solution:
     """The account of two solves in a row, the second of which started from the first one's result.
 
-    The second solve took on the samples `open_B` only (all of them if left out).
+    The second solve took on the samples `open_B` only (all of them if left out). Of each sample the better result
+    counts, or that of the second solve if they belong `together`.
     """
     took_B = torch.ones_like(first.codes, dtype=torch.bool) if open_B is None else open_B
     solved_B = second.codes == Status.CONVERGED.severity
     lower_B = (second.residual < first.residual) | first.residual.isnan()
-    better_B = took_B & (solved_B | lower_B)
+    better_B = took_B if together else took_B & (solved_B | lower_B)
+    moved_B = better_B & (second.num_evals > 0)
 
     def better(a: Any, b: Any) -> Any:
         if isinstance(a, dict):
@@ -318,7 +373,7 @@ def join(first: Solution, second: Solution, open_B: Tensor | None = None) -> Sol
         residual=better(first.residual, second.residual),
         residual_norm=better(first.residual_norm, second.residual_norm),
         codes=torch.where(took_B, second.codes, first.codes),
-        num_steps=better(first.num_steps, first.num_evals + second.num_steps),
+        num_steps=torch.where(moved_B, first.num_evals + second.num_steps, first.num_steps),
         num_evals=first.num_evals + second.num_evals,
         amplification=torch.where(second.amplification.isnan(), first.amplification, second.amplification),
         seconds_in_f=first.seconds_in_f + second.seconds_in_f,

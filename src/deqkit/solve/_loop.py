@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deqkit.solve._batch import ACTIVE, CONVERGED, MAX_STEPS, Batch, Residuals, concatenate, norms, ratio
+from deqkit.solve._batch import ACTIVE, CONVERGED, MAX_STEPS, STALLED, Batch, Residuals, concatenate, norms, ratio
 from deqkit.solve._hoist import own_solve
 from deqkit.solve._packing import Packing, rows_left, select
 from deqkit.solve._solution import Solution
@@ -50,6 +50,8 @@ class LoopOptions:
     check_every: int = 1
     trace: bool = False
     keep_solver_state: bool = False
+    hand_over: bool = False
+    """Another solver goes on with samples that stall."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,11 @@ class Unfinished:
 
     open_B: Tensor
     budget_B: Tensor
+    codes_B: Tensor
+    """The verdicts of the others."""
+    norm_B: Tensor | None
+    """The norms of all residuals, if samples may depend on each other: those that are solved may not stay so. None if
+    they cannot."""
 
 
 class Loop:
@@ -84,10 +91,13 @@ class Loop:
         self._least_budget = options.max_steps if unfinished is None else 0
         self._now = Batch.new(z_BPN, max_steps=options.max_steps)
         self._active_BP: Tensor | None = None  # None while all are
-        self._may_open_again = unfinished is None  # what an earlier solver has solved is not ours
+        self._together = not (options.compact and problem.can_compact)  # samples that cannot leave may be dependent
+        self._may_open_again = unfinished is None or unfinished.norm_B is not None
         if unfinished is not None:
             self._now.budget_B = unfinished.budget_B
-            self._now.codes_BP.masked_fill_(~unfinished.open_B.unsqueeze(1), CONVERGED)
+            self._now.codes_BP = torch.where(unfinished.open_B, ACTIVE, unfinished.codes_B).unsqueeze(1)
+            if unfinished.norm_B is not None:
+                self._now.norm_B = torch.where(unfinished.open_B, self._now.norm_B, unfinished.norm_B.double())
             self._active_BP = self._now.codes_BP == ACTIVE
         groups = z_BPN.shape[1]
         tokens_per_group = packing.num_tokens / max(groups, 1)
@@ -184,7 +194,8 @@ class Loop:
                 self._states.append((kept.index_select(0, index), select(state, index)))
 
     def _open_again(self, found: Residuals) -> bool:
-        """Go on with samples that were solved while the rest still moved, and no longer are: they depend on the rest.
+        """Go on with samples that were judged while the rest still moved, and are no longer as they were judged: they
+        depend on the rest.
 
         They have stayed where they were, so the last evaluation, of the state as it is returned, tells their residual.
         """
@@ -192,8 +203,12 @@ class Loop:
             return False
         now, noise_BP = self._now, 10 * found.at.rounding_BP
         solved_BP = now.codes_BP == CONVERGED
-        now.measure_again(solved_BP & ((found.norm_BP - now.norm_B.unsqueeze(1)).abs() > noise_BP), found)
+        moved_BP = (found.norm_BP - now.norm_B.unsqueeze(1)).abs() > noise_BP
+        now.measure_again(solved_BP & moved_BP, found)
         again_BP = solved_BP & (found.norm_BP > 2 * found.bound_BP + noise_BP)
+        stalled_BP = (now.codes_BP == STALLED) & moved_BP
+        if self._together and not self._options.hand_over and bool(stalled_BP.any()):
+            again_BP = again_BP | (stalled_BP & (found.at.z_BPN == now.best_z_BPN).all(2))
         if not bool(again_BP.any()):
             return False
         now.open_again(again_BP, found)
@@ -210,7 +225,7 @@ class Loop:
         if self._causal:  # positions that failed are still to be measured together with the rest
             done_B = (now.codes_BP == CONVERGED).all(1)
             num_done = int(done_B.sum())
-        if not (num_done and self._options.compact and self._problem.can_compact):
+        if self._together or not num_done:
             return True
         if not self._problem.worth_compacting(size - num_done, size):
             return True
