@@ -54,9 +54,25 @@ def test_full_length_wins_and_the_quick_check_is_told(tmp_path):
     save_quick(tmp_path, {"lstm": result("lstm", measured="quick figure", holds=False)})
     save_full(tmp_path, result("lstm", full=True, measured="long figure"))
     entry = compose(tmp_path).text.split("\n### lstm\n")[1].split("\n###")[0]
-    assert "- Here: long figure" in entry and "**holds**, at full length" in entry
+    assert "- Here: long figure" in entry and "- Verdict: **holds** (at full length)" in entry
     assert "- Quick check: does not hold: quick figure" in entry
     assert "commit 0123456789," in entry and "2026-01-02 in 3 s" in entry
+
+
+def test_what_was_not_measured_has_no_length_and_no_date(tmp_path):
+    nothing = result("table-2-cited", measured="not measured", holds=None)
+    save_quick(tmp_path, {"table-2-cited": nothing, "lstm": result("lstm", holds=None)})
+    text = compose(tmp_path).text
+    entry = text.split("\n### table-2-cited\n")[1].split("\n###")[0]
+    assert "- Verdict: **not measured**\n" in entry and "- Measured" not in entry and "- Command" not in entry
+    assert "- Elsewhere: the published code of those models\n" in entry
+    assert "| not measured | **not measured** |" in text and "| 7 of 7 | **open** (quick check) |" in text
+
+
+def test_commands_are_code(tmp_path):
+    entry = compose(tmp_path).text.split("\n### table-2-ptb-deq-trellisnet\n")[1].split("\n###")[0]
+    train, evaluate = "deqkit train ptb-deq-trellisnet --data.source data/ptb", "deqkit eval runs/ptb-deq-trellisnet"
+    assert f"- Elsewhere: `{train}`, then `{evaluate} --split test`\n" in entry
 
 
 def test_a_full_row_that_lacked_its_data_does_not_hide_the_quick_one(tmp_path):
