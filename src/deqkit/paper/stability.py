@@ -159,8 +159,13 @@ def convergence_always(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark="Limits: the models' own in evaluation ("
         + ", ".join(f"{name} {run.config.model.eval_max_steps}" for name, run in runs.items())
         + f"), and {TIGHT_STEPS} evaluations for the tight tolerance. What a TrellisNet knows of a position travels to "
-        "the next with an evaluation, so that a segment needs about as many as it has positions.",
+        f"the next with an evaluation, so that a solve needs about as many as it has positions{_pieces(runs['trellis'])}.",
     )
+
+
+def _pieces(run: LoadedRun) -> str:
+    size = run.config.model.subsequence_length
+    return "" if size is None else f": {size} here, for a segment is solved in pieces of that length, one after another"
 
 
 def paper_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
