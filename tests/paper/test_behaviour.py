@@ -68,7 +68,8 @@ def test_figure_2_left_is_decided_by_the_records(last, backward, holds, setting,
     workshop, scale = setting
     rising = [record(n, evals=e, backward=backward * e) for n, e in enumerate(torch.linspace(6, last, 20).tolist(), 1)]
     monkeypatch.setattr(type(workshop), "metrics", lambda self, run, kind="train": rising)
-    assert behaviour.figure_2_left(workshop, scale=scale).holds is holds
+    outcome = behaviour.figure_2_left(workshop, scale=scale)
+    assert outcome.holds is holds and "16 steps, all of them at the equilibrium" in outcome.numbers["caption"]
 
 
 def points(name, pairs):
@@ -87,7 +88,8 @@ def test_figure_3_tolerance_is_decided_by_the_perplexities(perplexities, holds, 
     for point, evals in zip(found, (1, 4, 6, 9), strict=True):
         point["evals"] = evals
     monkeypatch.setattr(behaviour, "sweep", lambda *args, **options: found)
-    assert behaviour.figure_3_tolerance(workshop, scale=scale).holds is holds
+    outcome = behaviour.figure_3_tolerance(workshop, scale=scale)
+    assert outcome.holds is holds and "the paper's absolute 0.1 would be" in outcome.remark
 
 
 @pytest.mark.parametrize(("perplexities", "holds"), [((200, 101, 100), True), ((102, 101, 100), False)])

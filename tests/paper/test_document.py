@@ -106,7 +106,7 @@ def test_what_could_not_be_measured_now_does_not_replace_an_earlier_measurement(
 def test_tables_and_figures(tmp_path):
     table = {"columns": ["model", "a|b"], "rows": [["x", "1"], ["y", "2"]]}
     panels = [{"title": "first", **LINES}, {"title": "second", **BARS}]
-    save_quick(tmp_path, {"lstm": result("lstm", table=table, figures=panels)})
+    save_quick(tmp_path, {"lstm": result("lstm", table=table, figures=panels, caption="What they show.")})
     docs = tmp_path / "docs"
     stale, foreign = docs / "figures" / "copy-memory.svg", docs / "figures" / "other.svg"
     stale.parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_tables_and_figures(tmp_path):
     assert not stale.exists() and foreign.exists()  # a figure of a row that has none any more, and somebody else's
     text = written[0].read_text()
     assert "| model | a\\|b |\n|---|---|\n| x | 1 |\n| y | 2 |\n" in text
-    assert "![lstm](figures/lstm.svg)" in text
+    assert "![lstm](figures/lstm.svg)\n\n*What they show.*\n" in text
     assert written[1].read_bytes().startswith(b"<?xml")
 
 

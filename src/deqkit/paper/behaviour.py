@@ -9,7 +9,7 @@ from typing import Any
 from deqkit.paper import stability, stacking
 from deqkit.paper.claim import Claim, Outcome
 from deqkit.paper.solves import curve, figure
-from deqkit.paper.subjects import Scale, at_both_scales, describe, is_transformer
+from deqkit.paper.subjects import LABELS, Scale, at_both_scales, describe, is_transformer, late_start
 from deqkit.paper.workshop import Workshop
 from deqkit.train.evaluate import sweep
 from deqkit.train.load import LoadedRun
@@ -52,9 +52,12 @@ def figure_2_left(workshop: Workshop, *, scale: Scale) -> Outcome:
     }
     numbers: dict[str, Any] = {name: through_training(workshop.metrics(run)) for name, run in runs.items()}
     series = [
-        curve(f"{direction}, {name}", numbers[name][direction], numbers[name]["step"])
-        for name in runs
-        for direction in ("forward", "backward")
+        {**curve(f"{direction}, {LABELS[name]}", numbers[name][direction], numbers[name]["step"]), **look}
+        for colour, name in enumerate(runs)
+        for direction, look in (
+            ("forward", {"colour": colour, "style": 0}),
+            ("backward", {"colour": colour, "style": 1}),
+        )
     ]
     first, last = numbers["plain"]["first quarter"], numbers["plain"]["last quarter"]
     kept = numbers["penalised"]
@@ -74,6 +77,8 @@ def figure_2_left(workshop: Workshop, *, scale: Scale) -> Outcome:
             "grows": grows,
             "backward needs fewer": fewer,
             "figure": figure(x="training step", y="evaluations or products a solve", series=series),
+            "caption": "Evaluations of f (forward) and products with its Jacobian (backward) a solve. "
+            f"{late_start(runs)}",
         },
         remark=f"Growth is cut off at the training's limits of {model.max_steps} evaluations and "
         f"{getattr(model.adjoint, 'max_steps', '-')} products, and judged at its tolerances (forward "
@@ -136,7 +141,7 @@ def _told_norm(run: LoadedRun, size: float | None) -> str:
     return (
         f" The {run.config.data.eval_length} positions of a segment have states of width {run.model.embedding.width} "
         f"that end in LN, so that ||f(z)|| is about sqrt(T d) = {size:.0f} and the paper's absolute 0.1 would be "
-        f"{0.1 / size:.1g} relative: far below what this model needs."
+        f"{0.1 / size:.1g} relative, far tighter than this model needs."
     )
 
 

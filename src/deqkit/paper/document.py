@@ -138,6 +138,9 @@ def _details(claim: Claim, result: Result) -> Iterator[str]:
     if panels_of(result["numbers"]):
         yield f"![{claim.row}]({FIGURES}/{claim.row}.svg)"
         yield ""
+    if "caption" in result["numbers"]:
+        yield f"*{result['numbers']['caption']}*"
+        yield ""
 
 
 def _table(table: Mapping[str, Any]) -> Iterator[str]:
