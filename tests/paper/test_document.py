@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from deqkit.paper import figures
 from deqkit.paper.document import compose, write
 from deqkit.paper.figures import draw, panels_of
 from deqkit.paper.rows import CLAIMS
@@ -130,6 +132,52 @@ def test_a_figure_is_the_same_every_time_and_has_a_background(panel):
     assert first == draw([panel])
     assert re.search(rb"fill: #ffffff", first)
     assert draw([panel], form="png").startswith(b"\x89PNG")
+
+
+def drawn_text(panel):
+    """The words of a panel; a dot is a path, and has none."""
+    axes = Figure().subplots()
+    figures._draw_panel(axes, panel)
+    labels = [text.get_text() for text in axes.texts]
+    return axes, labels
+
+
+def bars(*points, **options):
+    found = [{"label": str(i), "value": own[0], "points": list(own)} for i, own in enumerate(points)]
+    return {"kind": "bars", "y": "perplexity", "bars": found, **options}
+
+
+def test_close_values_are_dots_and_the_mean_is_over_all_seeds():
+    axes, labels = drawn_text(bars((98.8, 97.8, 98.9), (101.0,)))
+    assert not axes.patches and labels == ["mean 98.50", "101.0"]
+    assert "does not begin at zero" in axes.get_xlabel() and axes.get_xlim()[0] > 90
+    axes, _ = drawn_text(bars((134.2,), (134.3,)))
+    assert axes.get_xlim()[1] - axes.get_xlim()[0] > 0.03 * 134  # a difference of nothing does not fill the page
+    axes, labels = drawn_text(bars((1e-7, 3e-7), (0.05,), log_y=True))
+    assert not axes.patches and labels == ["mean 2.0e-7", "0.05"] and axes.get_xlabel() == "perplexity"
+
+
+def test_values_far_apart_are_bars():
+    axes, labels = drawn_text(bars((100.0,), (20.0,)))
+    assert len(axes.patches) == 2 and axes.get_xlim()[0] == 0 and labels == ["100", "20"]
+
+
+def test_the_axis_ends_soon_after_the_last_curve_has_come_to_rest():
+    xs = list(range(1, 201))
+    fall = {"label": "a", "x": xs, "y": [max(10 ** (-x / 6), 1e-7) for x in xs]}
+    quick = {"label": "b", "x": xs, "y": [max(10 ** (-x / 3), 1e-7) for x in xs]}
+    panel = {"x": "evaluations", "y": "residual", "log_y": True, "series": [fall, quick]}
+    axes, _ = drawn_text(panel)
+    assert 40 < axes.get_xlim()[1] < 70 and axes.get_xlabel() == "evaluations (followed up to 200)"
+    still = {**fall, "y": [1 / x for x in xs]}
+    axes, _ = drawn_text({**panel, "series": [quick, still]})
+    assert axes.get_xlim()[1] > 200 and axes.get_xlabel() == "evaluations"
+
+
+def test_few_places_on_a_logarithmic_axis_have_ticks_of_their_own():
+    series = [{"label": "a", "x": [400, 800, 1600], "y": [1.0, 2.0, 3.0]}]
+    axes, _ = drawn_text({"x": "T", "y": "loss", "log_x": True, "series": series})
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["400", "800", "1,600"]
 
 
 def test_a_panel_of_unknown_kind_is_an_error():
