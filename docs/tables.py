@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from deqkit.analysis.runtime import STAGES
+from deqkit.paper.document import told_verdict
 from deqkit.paper.rows import find
-from deqkit.paper.run import read_best, verdict
+from deqkit.paper.run import read_best
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 124
@@ -80,9 +81,8 @@ def paper() -> str:
     results, rows = read_best(ROOT / "results"), []
     for claim in find(PAPER_ROWS):
         result = results[claim.row]
-        told = f"**{verdict(result)}** ({'at full length' if result['full'] else 'quick check'})"
         name = f"[{claim.row}](docs/paper.md#{claim.row})"
-        rows.append([name, claim.claim, claim.paper, result["measured"], told])
+        rows.append([name, claim.claim, claim.paper, result["measured"], told_verdict(result)])
     return table(("row", "claim", "paper", "here", "verdict"), rows)
 
 

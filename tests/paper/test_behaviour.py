@@ -64,11 +64,12 @@ def test_steps_through_training():
 @pytest.mark.parametrize(
     ("last", "backward", "holds"), [(12, 0.5, True), (4, 0.5, False), (12, 1.5, False)]
 )  # grows and fewer; falls; more products than evaluations
-def test_figure_3_left_is_decided_by_the_records(last, backward, holds, setting, monkeypatch):
+def test_figure_2_left_is_decided_by_the_records(last, backward, holds, setting, monkeypatch):
     workshop, scale = setting
     rising = [record(n, evals=e, backward=backward * e) for n, e in enumerate(torch.linspace(6, last, 20).tolist(), 1)]
     monkeypatch.setattr(type(workshop), "metrics", lambda self, run, kind="train": rising)
-    assert behaviour.figure_3_left(workshop, scale=scale).holds is holds
+    outcome = behaviour.figure_2_left(workshop, scale=scale)
+    assert outcome.holds is holds and "16 steps, all of them at the equilibrium" in outcome.numbers["caption"]
 
 
 def points(name, pairs):
@@ -81,21 +82,22 @@ def points(name, pairs):
     ("perplexities", "holds"),
     [((200, 101, 100.5, 100), True), ((103, 101, 100, 100), False), ((200, 190, 150, 100), False)],
 )
-def test_figure_4_is_decided_by_the_perplexities(perplexities, holds, setting, monkeypatch):
+def test_figure_3_tolerance_is_decided_by_the_perplexities(perplexities, holds, setting, monkeypatch):
     workshop, scale = setting
     found = points("tolerance", zip((0.9, 0.1, 0.01, 0.001), perplexities, strict=True))
     for point, evals in zip(found, (1, 4, 6, 9), strict=True):
         point["evals"] = evals
     monkeypatch.setattr(behaviour, "sweep", lambda *args, **options: found)
-    assert behaviour.figure_4_tolerance(workshop, scale=scale).holds is holds
+    outcome = behaviour.figure_3_tolerance(workshop, scale=scale)
+    assert outcome.holds is holds and "the paper's absolute 0.1 would be" in outcome.remark
 
 
 @pytest.mark.parametrize(("perplexities", "holds"), [((200, 101, 100), True), ((102, 101, 100), False)])
-def test_figure_4_steps_is_decided_by_the_perplexities(perplexities, holds, setting, monkeypatch):
+def test_figure_3_steps_is_decided_by_the_perplexities(perplexities, holds, setting, monkeypatch):
     workshop, scale = setting
     found = points("max_steps", zip((1, 6, 30), perplexities, strict=True))
     monkeypatch.setattr(behaviour, "sweep", lambda *args, **options: found)
-    outcome = behaviour.figure_4_steps(workshop, scale=scale)
+    outcome = behaviour.figure_3_steps(workshop, scale=scale)
     assert outcome.holds is holds and "at 6 (the first within 1 %)" in outcome.measured or not holds
 
 

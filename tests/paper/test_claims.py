@@ -42,13 +42,36 @@ def test_a_row_is_complete(claim):
 @pytest.mark.parametrize("model", [size.recipe for size in elsewhere.SIZES])
 def test_full_sizes_name_a_command_that_exists(model):
     (claim,) = [claim for claim in CLAIMS if claim.row == f"table-{'2' if model.startswith('ptb') else '3'}-{model}"]
-    assert model in RECIPES and claim.elsewhere.startswith(f"deqkit train {model} --data.source data/")
+    assert model in RECIPES and claim.elsewhere[0].startswith(f"deqkit train {model} --data.source data/")
+    assert not claim.is_checked
 
 
 def test_a_row_that_does_not_exist():
     with pytest.raises(ValueError, match="did you mean 'copy-memory'"):
         find(["copy-memry"])
     assert [claim.row for claim in find(["lstm", "copy-memory"])] == ["lstm", "copy-memory"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("figure-4", "appendix-d"),
+        ("table-1", "copy-memory"),
+        ("Theorem 2", "theorem-2"),
+        ("figure-3-left", "figure-3-tolerance"),
+        ("figure-2", "figure-2-left, figure-2-right"),
+    ],
+)
+def test_a_place_of_the_paper_names_its_rows(name, rows):
+    with pytest.raises(ValueError, match=rf"of the paper is checked by {rows}$"):
+        find([name])
+
+
+def test_a_place_with_many_rows_names_some_and_one_without_any_is_a_name_like_others():
+    with pytest.raises(ValueError, match=r"table-2-ptb, .* and \d+ more; see `deqkit paper --list`"):
+        find(["table-2"])
+    with pytest.raises(ValueError, match="did you mean 'figure-1a'"):
+        find(["figure-9"])
 
 
 def test_every_model_of_the_memory_bench_is_in_a_row():
@@ -63,7 +86,7 @@ def test_sizes_of_the_tables(tmp_path):
 
 def test_full_sizes_are_not_measured_and_say_so(tmp_path):
     outcome = elsewhere.not_here(Workshop(runs=tmp_path), size=elsewhere.SIZES[0])
-    assert outcome.holds is None and "GPUs" in outcome.measured
+    assert outcome.holds is None and "not affordable on two cores" in outcome.measured
 
 
 def test_the_copy_task_is_the_papers(tmp_path):
@@ -96,7 +119,15 @@ def test_memory_rows_follow_their_figures(tmp_path):
     assert memory.column(workshop, names=[memory.UNTIED[2]], max_steps=12).holds is True  # the paper's ratio is 0.41
     short = memory.column(workshop, names=[memory.UNTIED[0]], max_steps=12)
     assert short.holds is False  # 0.23
-    assert "which need 2 MiB instead of 3 for transformer-small" in short.remark
+    assert "which need 2 MiB instead of 3 for transformer-small (0.20 of transformer-small-untied-4)" in short.remark
+    tried = memory.reduction(workshop, names=memory.TIED[2:], max_steps=12, least=0.75).remark
+    assert "instead of 3 for transformer-small (80.0% less than transformer-small-tied-16)." in tried
+    few = ("memory", "transformer-small, 12 steps, few pairs")
+    workshop.kept[few] = 3 * memory.MIB - 1000  # less, but not by a MiB
+    assert (
+        "which need no less for transformer-small."
+        in memory.column(workshop, names=[memory.UNTIED[0]], max_steps=12).remark
+    )
     less = memory.checkpointing(workshop, names=memory.TIED, decides=memory.TIED[1], max_steps=12)
     assert less.holds is True and "0.60" in less.measured
 

@@ -8,13 +8,17 @@ import pytest
 from deqkit.cli import main
 from deqkit.cli import paper as command
 from deqkit.paper import rows
-from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.claim import Claim, Outcome, unmeasured
 
 FIGURE = Outcome(measured="41 of 42", scale="small", holds=False, numbers={"a": 1}, remark="tried twice")
 
 
 def no_file(workshop):
     raise FileNotFoundError("there is no such file")
+
+
+def nothing(workshop):
+    return unmeasured("it is large")
 
 
 def bug(workshop):
@@ -25,6 +29,8 @@ CHEAP = (
     Claim(row="cheap", where="table 9", claim="it works", paper="42", quick=lambda w: FIGURE, full=lambda w: FIGURE),
     Claim(row="long-only", where="table 9", claim="it lasts", paper="42", full=lambda w: FIGURE, full_time="a year"),
     Claim(row="quick-only", where="table 9", claim="it is", paper="-", quick=no_file),
+    Claim(row="commands", where="table 8", claim="so", paper="-", quick=nothing, elsewhere=("deqkit a", "deqkit b")),
+    Claim(row="prose", where="section 7", claim="so", paper="-", quick=nothing, source="a book"),
 )
 
 
@@ -57,9 +63,9 @@ def test_all_quick_rows(cheap, paper, tmp_path):
     status, out, _ = paper()
     assert status == 0
     assert "cheap (table 9): does not hold" in out and "41 of 42" in out and "tried twice" in out
-    assert "0 hold, 1 do not, 0 open, 1 not measured" in out and "Only at full length: long-only" in out
+    assert "0 hold, 1 do not, 0 open, 3 not measured" in out and "Only at full length: long-only" in out
     found = json.loads((tmp_path / "results" / "paper_quick.json").read_text())["rows"]
-    assert set(found) == {"cheap", "quick-only"}
+    assert set(found) == {"cheap", "quick-only", "commands", "prose"}
     assert found["cheap"]["holds"] is False and found["cheap"]["numbers"] == {"a": 1}
     assert found["cheap"]["machine"]["cores"] and found["cheap"]["date"] and "commit" in found["cheap"]
     assert found["quick-only"]["holds"] is None and found["quick-only"]["remark"] == "there is no such file"
@@ -90,7 +96,7 @@ def test_json(cheap, paper):
     _, out, _ = paper("cheap", "--json")
     assert json.loads(out)["cheap"]["holds"] is False
     _, out, _ = paper("--list", "--json")
-    assert [row["row"] for row in json.loads(out)] == ["cheap", "long-only", "quick-only"]
+    assert [row["row"] for row in json.loads(out)] == [claim.row for claim in CHEAP]
 
 
 @pytest.mark.parametrize(
@@ -100,11 +106,46 @@ def test_json(cheap, paper):
         (["--full"], "--full takes hours a row: name the rows"),
         (["long-only"], "long-only has no quick version: run `deqkit paper --full long-only` (a year)"),
         (["--full", "quick-only"], "quick-only has no longer version: run `deqkit paper quick-only`"),
+        (["--full", "cheap", "quick-only"], "quick-only has no longer version"),  # before anything is run
+        (["--full", "commands"], "commands is not measured here; elsewhere: `deqkit a`, then `deqkit b`"),
+        (["--full", "prose"], "prose is not measured here; elsewhere: a book"),
+        (["quick-only"], "quick-only cannot be measured: there is no such file"),
+        (["table-8"], "unknown row 'table-8'; table 8 of the paper is checked by commands"),
     ],
 )
-def test_mistakes(cheap, paper, words, message):
-    status, _, err = paper(*words)
-    assert status == 1 and message in err and err.count("\n") == 1
+def test_mistakes(cheap, paper, tmp_path, words, message):
+    status, out, err = paper(*words)
+    assert status == 1 and message in err and err.count("\n") == 1 and not out
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_row_that_lacks_something_does_not_stop_the_others(cheap, paper, tmp_path):
+    status, out, err = paper("quick-only", "cheap")
+    assert status == 1 and "quick-only cannot be measured" in err and "0 hold, 1 do not" in out
+    assert set(json.loads((tmp_path / "results" / "paper_quick.json").read_text())["rows"]) == {"cheap"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cheap", "--seeds", "7", "8", "--full"],
+        ["--seeds", "7", "8", "cheap", "--full"],
+        ["--full", "--seeds", "7", "8", "cheap"],
+        ["--seeds=7", "--full", "cheap"],
+        ["--debug", "--full", "cheap", "--seeds", "7"],
+    ],
+)
+def test_rows_may_stand_anywhere(cheap, paper, tmp_path, words):
+    assert paper(*words)[0] == 0
+    found = json.loads((tmp_path / "results" / "paper" / "cheap.json").read_text())
+    assert found["seed"] == 7 and found["full"] is True
+
+
+def test_what_is_not_measured_here_says_where_it_would_be(cheap, paper):
+    status, out, _ = paper("commands")
+    assert status == 0 and "elsewhere: `deqkit a`, then `deqkit b`" in out
+    _, out, _ = paper("--list")
+    assert [line.split()[0] for line in out.splitlines() if " elsewhere " in line] == ["commands", "prose"]
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch, paper):
@@ -133,7 +174,9 @@ def test_a_quick_row_end_to_end_and_the_document(paper, tmp_path):
 
 
 def test_missing_data_is_told(paper, tmp_path):
-    status, out, _ = paper("task-ptb", "--data", str(tmp_path / "nowhere"))
-    assert status == 0 and "not measured" in out and "deqkit data prepare ptb" in out.replace("\n", "")
-    status, out, _ = paper("--full", "best-perplexity-ptb", "--data", str(tmp_path / "nowhere"))
-    assert status == 0 and "not measured" in out
+    for words in (["task-ptb"], ["--full", "best-perplexity-ptb"]):
+        status, out, err = paper(*words, "--data", str(tmp_path / "nowhere"))
+        assert status == 1 and not out and err.count("\n") == 1
+        assert f"{words[-1]} cannot be measured: ptb is needed" in err and "deqkit data prepare ptb --from RAW" in err
+        assert "RAW is a folder with train.txt, valid.txt and test.txt" in err
+    assert not (tmp_path / "results").exists()

@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from deqkit.paper import figures
 from deqkit.paper.document import compose, write
 from deqkit.paper.figures import draw, panels_of
 from deqkit.paper.rows import CLAIMS
@@ -54,9 +56,25 @@ def test_full_length_wins_and_the_quick_check_is_told(tmp_path):
     save_quick(tmp_path, {"lstm": result("lstm", measured="quick figure", holds=False)})
     save_full(tmp_path, result("lstm", full=True, measured="long figure"))
     entry = compose(tmp_path).text.split("\n### lstm\n")[1].split("\n###")[0]
-    assert "- Here: long figure" in entry and "**holds**, at full length" in entry
+    assert "- Here: long figure" in entry and "- Verdict: **holds** (at full length)" in entry
     assert "- Quick check: does not hold: quick figure" in entry
     assert "commit 0123456789," in entry and "2026-01-02 in 3 s" in entry
+
+
+def test_what_was_not_measured_has_no_length_and_no_date(tmp_path):
+    nothing = result("table-2-cited", measured="not measured", holds=None)
+    save_quick(tmp_path, {"table-2-cited": nothing, "lstm": result("lstm", holds=None)})
+    text = compose(tmp_path).text
+    entry = text.split("\n### table-2-cited\n")[1].split("\n###")[0]
+    assert "- Verdict: **not measured**\n" in entry and "- Measured" not in entry and "- Command" not in entry
+    assert "- Elsewhere: the published code of those models\n" in entry
+    assert "| not measured | **not measured** |" in text and "| 7 of 7 | **open** (quick check) |" in text
+
+
+def test_commands_are_code(tmp_path):
+    entry = compose(tmp_path).text.split("\n### table-2-ptb-deq-trellisnet\n")[1].split("\n###")[0]
+    train, evaluate = "deqkit train ptb-deq-trellisnet --data.source data/ptb", "deqkit eval runs/ptb-deq-trellisnet"
+    assert f"- Elsewhere: `{train}`, then `{evaluate} --split test`\n" in entry
 
 
 def test_a_full_row_that_lacked_its_data_does_not_hide_the_quick_one(tmp_path):
@@ -90,7 +108,7 @@ def test_what_could_not_be_measured_now_does_not_replace_an_earlier_measurement(
 def test_tables_and_figures(tmp_path):
     table = {"columns": ["model", "a|b"], "rows": [["x", "1"], ["y", "2"]]}
     panels = [{"title": "first", **LINES}, {"title": "second", **BARS}]
-    save_quick(tmp_path, {"lstm": result("lstm", table=table, figures=panels)})
+    save_quick(tmp_path, {"lstm": result("lstm", table=table, figures=panels, caption="What they show.")})
     docs = tmp_path / "docs"
     stale, foreign = docs / "figures" / "copy-memory.svg", docs / "figures" / "other.svg"
     stale.parent.mkdir(parents=True)
@@ -101,7 +119,7 @@ def test_tables_and_figures(tmp_path):
     assert not stale.exists() and foreign.exists()  # a figure of a row that has none any more, and somebody else's
     text = written[0].read_text()
     assert "| model | a\\|b |\n|---|---|\n| x | 1 |\n| y | 2 |\n" in text
-    assert "![lstm](figures/lstm.svg)" in text
+    assert "![lstm](figures/lstm.svg)\n\n*What they show.*\n" in text
     assert written[1].read_bytes().startswith(b"<?xml")
 
 
@@ -114,6 +132,52 @@ def test_a_figure_is_the_same_every_time_and_has_a_background(panel):
     assert first == draw([panel])
     assert re.search(rb"fill: #ffffff", first)
     assert draw([panel], form="png").startswith(b"\x89PNG")
+
+
+def drawn_text(panel):
+    """The words of a panel; a dot is a path, and has none."""
+    axes = Figure().subplots()
+    figures._draw_panel(axes, panel)
+    labels = [text.get_text() for text in axes.texts]
+    return axes, labels
+
+
+def bars(*points, **options):
+    found = [{"label": str(i), "value": own[0], "points": list(own)} for i, own in enumerate(points)]
+    return {"kind": "bars", "y": "perplexity", "bars": found, **options}
+
+
+def test_close_values_are_dots_and_the_mean_is_over_all_seeds():
+    axes, labels = drawn_text(bars((98.8, 97.8, 98.9), (101.0,)))
+    assert not axes.patches and labels == ["mean 98.50", "101.0"]
+    assert "does not begin at zero" in axes.get_xlabel() and axes.get_xlim()[0] > 90
+    axes, _ = drawn_text(bars((134.2,), (134.3,)))
+    assert axes.get_xlim()[1] - axes.get_xlim()[0] > 0.03 * 134  # a difference of nothing does not fill the page
+    axes, labels = drawn_text(bars((1e-7, 3e-7), (0.05,), log_y=True))
+    assert not axes.patches and labels == ["mean 2.0e-7", "0.05"] and axes.get_xlabel() == "perplexity"
+
+
+def test_values_far_apart_are_bars():
+    axes, labels = drawn_text(bars((100.0,), (20.0,)))
+    assert len(axes.patches) == 2 and axes.get_xlim()[0] == 0 and labels == ["100", "20"]
+
+
+def test_the_axis_ends_soon_after_the_last_curve_has_come_to_rest():
+    xs = list(range(1, 201))
+    fall = {"label": "a", "x": xs, "y": [max(10 ** (-x / 6), 1e-7) for x in xs]}
+    quick = {"label": "b", "x": xs, "y": [max(10 ** (-x / 3), 1e-7) for x in xs]}
+    panel = {"x": "evaluations", "y": "residual", "log_y": True, "series": [fall, quick]}
+    axes, _ = drawn_text(panel)
+    assert 40 < axes.get_xlim()[1] < 70 and axes.get_xlabel() == "evaluations (followed up to 200)"
+    still = {**fall, "y": [1 / x for x in xs]}
+    axes, _ = drawn_text({**panel, "series": [quick, still]})
+    assert axes.get_xlim()[1] > 200 and axes.get_xlabel() == "evaluations"
+
+
+def test_few_places_on_a_logarithmic_axis_have_ticks_of_their_own():
+    series = [{"label": "a", "x": [400, 800, 1600], "y": [1.0, 2.0, 3.0]}]
+    axes, _ = drawn_text({"x": "T", "y": "loss", "log_x": True, "series": series})
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["400", "800", "1,600"]
 
 
 def test_a_panel_of_unknown_kind_is_an_error():

@@ -1,5 +1,6 @@
 """The theorems' rows hold, and stop to hold when one side of their equality is broken."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def test_holds(claim, workshop):
     assert outcome.holds is True
 
 
+@pytest.mark.parametrize("claim", theorems.CLAIMS[:3], ids=lambda claim: claim.row)
+def test_both_sides_are_told(claim, workshop):
+    """The same digits on the left and on the right, in the line and in the table, and a zero that is one."""
+    outcome = claim.quick(workshop)
+    digits = re.findall(r"[+-]\d\.\d{8}", outcome.measured)
+    sides = [digits[i : i + 3] for i in range(0, len(digits), 3)]
+    assert len(sides) >= 2 and all(side == sides[0] for side in sides)
+    assert "0e+00" not in outcome.measured and "examples/theorems.py" in outcome.remark
+    table = outcome.numbers["table"]
+    assert all(len(row) == len(table["columns"]) for row in table["rows"])
+
+
 def test_theorem_1_sees_a_wrong_gradient(workshop, monkeypatch):
     def one_step(cell, x):
         x = x.detach().requires_grad_()
@@ -39,6 +52,7 @@ def test_theorem_1_sees_a_wrong_gradient(workshop, monkeypatch):
     monkeypatch.setattr(theorems, "implicit_gradients", one_step)
     outcome = theorems.theorem_1(workshop)
     assert outcome.holds is False and outcome.numbers["largest"]["dense"] > 1e-2
+    assert outcome.numbers["table"]["rows"][0][1] != outcome.numbers["table"]["rows"][0][2]
 
 
 def test_theorem_1_sees_too_few_layers(workshop, monkeypatch):

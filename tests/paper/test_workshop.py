@@ -105,7 +105,7 @@ def test_seeds_that_may_be_trained_and_those_that_are(workshop, corpus):
 
 
 def test_what_is_missing_is_named(workshop):
-    with pytest.raises(ValueError, match="this row needs ptb: run `deqkit data prepare ptb"):
+    with pytest.raises(ValueError, match="ptb is needed, and not in .*: run `deqkit data prepare ptb"):
         workshop.recipe("ptb-mini", corpus="ptb")
     with pytest.raises(ValueError, match="did you mean 'ptb-mini'"):
         workshop.recipe("ptb-mimi")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,18 @@ from deqkit.cli._terminal import STYLE, TABLE_WIDTH
 from deqkit.paper.claim import Claim
 from deqkit.paper.document import write
 from deqkit.paper.rows import CLAIMS, PARTS, find
-from deqkit.paper.run import QUICK_FILE, Result, check, read_best, read_measured, save_full, save_quick, verdict
+from deqkit.paper.run import (
+    QUICK_FILE,
+    Result,
+    check,
+    check_of,
+    read_best,
+    read_measured,
+    save_full,
+    save_quick,
+    told_elsewhere,
+    verdict,
+)
 from deqkit.paper.workshop import Workshop
 
 
@@ -49,6 +60,24 @@ class Paper(Command):
     json: bool = False
     """Print the results to stdout as JSON."""
 
+    @classmethod
+    def default(cls, words: list[str]) -> tuple[Command | None, list[str]]:
+        """Rows to the front, wherever they stand: to tyro the row in `--seeds 7 theorem-1` is a seed."""
+        flags = {f"--{field.name}" for field in fields(cls) if field.type == "bool"} | {"-h", "--help"}
+        rows: list[str] = []
+        options: list[str] = []
+        waiting = ""  # the option that the next word may be a value of
+        for word in words:
+            if word.startswith("-"):
+                waiting = "" if word in flags or "=" in word else word
+            elif waiting == "--seeds" and options[-1] != waiting and not word[:1].isdigit():
+                waiting = ""
+            is_row = not word.startswith("-") and not waiting
+            (rows if is_row else options).append(word)
+            if word != waiting and waiting != "--seeds":
+                waiting = ""
+        return None, [*rows, *options]
+
     def run(self) -> int:
         claims = find(self.rows)
         if self.list:
@@ -64,11 +93,19 @@ class Paper(Command):
     def _check(self, named: list[Claim]) -> int:
         # A row without a quick version is skipped only if nobody asked for it.
         claims = named or [claim for claim in CLAIMS if claim.quick is not None]
+        for claim in claims:
+            check_of(claim, full=self.full)  # a mistake is told before the first one takes hours
         reusable = read_measured(self.out) if self.reuse else {}
         workshop = Workshop(runs=self.runs, data=self.data, seeds=self.seeds, reusable=reusable, tell=_Progress())
         results: dict[str, Result] = {}
         for claim in claims:
-            results[claim.row] = check(claim, workshop, full=self.full)
+            try:
+                results[claim.row] = check(claim, workshop, full=self.full, named=bool(named))
+            except (ValueError, OSError) as error:  # it lacks something; the others may not
+                if self.debug:
+                    raise
+                print(f"deqkit: {claim.row} cannot be measured: {' '.join(str(error).split())}", file=sys.stderr)
+                continue
             if not self.json:
                 _print_result(claim, results[claim.row])
             # At once: a row may have taken hours.
@@ -78,21 +115,25 @@ class Paper(Command):
             saved = save_full(self.out, results[claim.row])
             if not self.json:
                 print(f"  {saved}")
+        status = 0 if len(results) == len(claims) else 1
         if self.json:
             print(json.dumps(results))
-            return 0
+        elif results:
+            self._sum_up([claim for claim in claims if claim.row in results], results, all_rows=not named)
+        return status
+
+    def _sum_up(self, claims: list[Claim], results: dict[str, Result], *, all_rows: bool) -> None:
         console = _console()
         console.print(_table(claims, results))
         console.print(_count(results), highlight=False)
         if not self.full:
             console.print(f"Written to {self.out / QUICK_FILE}", highlight=False, soft_wrap=True)
-        if not named and (longer := [claim.row for claim in CLAIMS if claim.quick is None]):
+        if all_rows and (longer := [claim.row for claim in CLAIMS if claim.quick is None]):
             console.print(f"Only at full length: {', '.join(longer)}", highlight=False, soft_wrap=True)
-        return 0
 
     def _list(self, claims: list[Claim] | tuple[Claim, ...]) -> int:
         if self.json:
-            names = ("row", "where", "claim", "paper", "full_time", "elsewhere")
+            names = ("row", "where", "claim", "paper", "full_time", "elsewhere", "source")
             print(json.dumps([{name: getattr(claim, name) for name in names} for claim in claims]))
             return 0
         best = read_best(self.out)
@@ -107,7 +148,7 @@ class Paper(Command):
             chosen = [claim for claim in part.claims if claim in claims]
             for claim in chosen:
                 last = verdict(best[claim.row]) if claim.row in best else "-"
-                full = claim.full_time or "yes" if claim.full else "elsewhere" if claim.elsewhere else "-"
+                full = claim.full_time or "yes" if claim.full else "-" if claim.is_checked else "elsewhere"
                 table.add_row(claim.row, claim.where, claim.claim, full, last)
             if chosen:
                 console.print(table)
@@ -141,6 +182,8 @@ def _print_result(claim: Claim, result: Result) -> None:
     console.print(f"  {result['measured']}", highlight=False, soft_wrap=True, markup=False)
     if result["holds"] is not True and result["remark"]:
         console.print(f"  {result['remark']}", highlight=False, soft_wrap=True, markup=False)
+    if not claim.is_checked:
+        console.print(f"  elsewhere: {told_elsewhere(claim)}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _table(claims: list[Claim], results: dict[str, Result]) -> Table:

@@ -1,4 +1,4 @@
-"""How solves of trained models behave: figures 3 and 4, appendix D, and what the paper says about convergence."""
+"""How solves of trained models behave: figures 2 and 3, appendix D, and what the paper says about convergence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from deqkit.paper import stability, stacking
 from deqkit.paper.claim import Claim, Outcome
 from deqkit.paper.solves import curve, figure
-from deqkit.paper.subjects import Scale, at_both_scales, describe, is_transformer
+from deqkit.paper.subjects import LABELS, Scale, at_both_scales, describe, is_transformer, late_start
 from deqkit.paper.workshop import Workshop
 from deqkit.train.evaluate import sweep
 from deqkit.train.load import LoadedRun
@@ -45,16 +45,19 @@ def through_training(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def figure_3_left(workshop: Workshop, *, scale: Scale) -> Outcome:
+def figure_2_left(workshop: Workshop, *, scale: Scale) -> Outcome:
     runs = {
         "penalised": workshop.trained(scale.penalised(workshop)),
         "plain": workshop.trained(scale.plain(workshop)),
     }
     numbers: dict[str, Any] = {name: through_training(workshop.metrics(run)) for name, run in runs.items()}
     series = [
-        curve(f"{direction}, {name}", numbers[name][direction], numbers[name]["step"])
-        for name in runs
-        for direction in ("forward", "backward")
+        {**curve(f"{direction}, {LABELS[name]}", numbers[name][direction], numbers[name]["step"]), **look}
+        for colour, name in enumerate(runs)
+        for direction, look in (
+            ("forward", {"colour": colour, "style": 0}),
+            ("backward", {"colour": colour, "style": 1}),
+        )
     ]
     first, last = numbers["plain"]["first quarter"], numbers["plain"]["last quarter"]
     kept = numbers["penalised"]
@@ -74,6 +77,8 @@ def figure_3_left(workshop: Workshop, *, scale: Scale) -> Outcome:
             "grows": grows,
             "backward needs fewer": fewer,
             "figure": figure(x="training step", y="evaluations or products a solve", series=series),
+            "caption": "Evaluations of f (forward) and products with its Jacobian (backward) a solve. "
+            f"{late_start(runs)}",
         },
         remark=f"Growth is cut off at the training's limits of {model.max_steps} evaluations and "
         f"{getattr(model.adjoint, 'max_steps', '-')} products, and judged at its tolerances (forward "
@@ -81,7 +86,7 @@ def figure_3_left(workshop: Workshop, *, scale: Scale) -> Outcome:
     )
 
 
-def figure_4_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
+def figure_3_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
     run = workshop.trained(scale.transformer(workshop))
     points = _sweep(workshop, run, scale, tolerances=TOLERANCES, step_limits=())
     best = points[-1]["perplexity"]
@@ -97,11 +102,12 @@ def figure_4_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
         and cheap["evals"] < points[-1]["evals"]
         and points[0]["perplexity"] >= MUCH * best,
         numbers={"points": points, "figure": _quality_figure(points, "tolerance", "relative tolerance")},
-        remark="Evaluation only: the model is the same at every tolerance. Ours are relative to the size of f(z).",
+        remark="Evaluation only: the model is the same at every tolerance. Ours are relative to the size of f(z), and "
+        f"the recipe evaluates at {run.config.model.eval_tol.rtol:g}.{_told_norm(run, size)}",
     )
 
 
-def figure_4_steps(workshop: Workshop, *, scale: Scale) -> Outcome:
+def figure_3_steps(workshop: Workshop, *, scale: Scale) -> Outcome:
     run = workshop.trained(scale.transformer(workshop))
     points = _sweep(workshop, run, scale, tolerances=(), step_limits=STEP_LIMITS)
     best = points[-1]["perplexity"]
@@ -128,6 +134,17 @@ def _test_scale(run: LoadedRun, points: Sequence[dict[str, Any]]) -> str:
     return f"{points[-1]['num_tokens']:,} test tokens; {describe(run)}"
 
 
+def _told_norm(run: LoadedRun, size: float | None) -> str:
+    """Why an absolute tolerance says little without the size of what it is a tolerance of."""
+    if size is None:
+        return ""
+    return (
+        f" The {run.config.data.eval_length} positions of a segment have states of width {run.model.embedding.width} "
+        f"that end in LN, so that ||f(z)|| is about sqrt(T d) = {size:.0f} and the paper's absolute 0.1 would be "
+        f"{0.1 / size:.1g} relative, far tighter than this model needs."
+    )
+
+
 def _state_norm(run: LoadedRun) -> float | None:
     """||z|| of a segment, which layer normalisation fixes."""
     config = run.config
@@ -145,7 +162,7 @@ def _quality_figure(points: Sequence[dict[str, Any]], name: str, label: str) -> 
 
 CLAIMS: tuple[Claim, ...] = (
     at_both_scales(
-        figure_3_left,
+        figure_2_left,
         row="figure-2-left",
         where="figure 2, left",
         claim="solves take more and more steps as training goes on, and fewer backward than forward",
@@ -153,14 +170,14 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     *stacking.CLAIMS,
     at_both_scales(
-        figure_4_tolerance,
+        figure_3_tolerance,
         row="figure-3-tolerance",
         where="figure 3, left",
         claim="a looser tolerance saves steps at a small loss of quality; a very loose one hurts",
         paper="an absolute tolerance below 0.1 suffices",
     ),
     at_both_scales(
-        figure_4_steps,
+        figure_3_steps,
         row="figure-3-steps",
         where="figure 3, right",
         claim="a low limit on steps saves time at a small loss of quality; a very low one hurts",

@@ -49,8 +49,15 @@ class Claim:
     """At full length; None where the quick check is all there is to it."""
     full_time: str = ""
     """How long that takes on two cores."""
-    elsewhere: str = ""
-    """The command that would measure it on machines that have what this needs, if none of the checks can."""
+    elsewhere: tuple[str, ...] = ()
+    """If no check can measure it here: the commands that would, one after the other, on machines that can."""
+    source: str = ""
+    """If no command of ours could: where its figures come from."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a check measures something; else it only says what there is to say."""
+        return not (self.elsewhere or self.source)
 
 
 def unmeasured(reason: str, *, scale: str = "") -> Outcome:

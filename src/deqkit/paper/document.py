@@ -10,7 +10,7 @@ from typing import Any
 from deqkit.paper.claim import Claim
 from deqkit.paper.figures import draw, panels_of
 from deqkit.paper.rows import CLAIMS, PARTS
-from deqkit.paper.run import Result, read_best, read_quick, verdict
+from deqkit.paper.run import Result, read_best, read_quick, told_elsewhere, verdict
 
 FIGURES = "figures"
 INTRODUCTION = """\
@@ -22,7 +22,7 @@ the claim holds there. A result that does not hold is shown as such. What needs 
 and names the command that would measure it.
 
 ```
-deqkit paper                                  # the quick version of every row
+deqkit paper                                  # the quick version of every row that has one
 deqkit paper copy-memory                      # of one
 deqkit paper --full copy-memory               # at full length
 deqkit paper --full lstm --seeds 2 --reuse    # another seed, beside those that results/ has
@@ -33,6 +33,9 @@ All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; w
 that is what is shown. Quick versions use what deqkit carries with it: small models, short trainings, the embedded
 corpus. They show that a check works, and little about the size of an effect. The time of a row is that of the check: a
 model that was there already, trained for this row before or for another one, is not counted in it.
+
+Rows on Penn Treebank, WikiText-2 or WikiText-103 want the corpus: `deqkit data prepare ptb --from RAW --out data/ptb`,
+where RAW is a folder with train.txt, valid.txt and test.txt.
 """
 
 
@@ -94,9 +97,7 @@ def _summary(best: Mapping[str, Result]) -> Iterator[str]:
         for claim in part.claims:
             result = best.get(claim.row)
             here = "-" if result is None else result["measured"]
-            length = "" if result is None or result["holds"] is None else f" ({_length(result)})"
-            told = verdict(result)
-            cells = (f"[{claim.row}](#{claim.row})", claim.claim, claim.paper, here, f"**{told}**{length}")
+            cells = (f"[{claim.row}](#{claim.row})", claim.claim, claim.paper, here, told_verdict(result))
             yield f"| {' | '.join(map(_cell, cells))} |"
         yield ""
 
@@ -111,12 +112,10 @@ def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterato
         yield f"- Here: **not measured** so far{_why_not(claim)}"
     else:
         yield f"- Here: {result['measured']}"
-        yield f"- Verdict: **{verdict(result)}**, {_length(result)}"
+        yield f"- Verdict: {told_verdict(result)}"
         yield f"- Scale: {result['scale'] or '-'}"
-    yield f"- Command: {_commands(claim)}"
-    if claim.elsewhere:
-        yield f"- Elsewhere: `{claim.elsewhere}`"
-    if result is not None:
+    yield f"- Command: {_commands(claim)}" if claim.is_checked else f"- Elsewhere: {told_elsewhere(claim)}"
+    if result is not None and verdict(result) != "not measured":
         yield f"- Measured: {_provenance(result)}"
         if result["full"] and quick is not None:
             yield f"- Quick check: {verdict(quick)}: {quick['measured']}"
@@ -139,6 +138,9 @@ def _details(claim: Claim, result: Result) -> Iterator[str]:
     if panels_of(result["numbers"]):
         yield f"![{claim.row}]({FIGURES}/{claim.row}.svg)"
         yield ""
+    if "caption" in result["numbers"]:
+        yield f"*{result['numbers']['caption']}*"
+        yield ""
 
 
 def _table(table: Mapping[str, Any]) -> Iterator[str]:
@@ -157,8 +159,12 @@ def _commands(claim: Claim) -> str:
     return ", ".join(commands) or "-"
 
 
-def _length(result: Result) -> str:
-    return "at full length" if result["full"] else "quick check"
+def told_verdict(result: Result | None) -> str:
+    """The verdict, and on which check it rests if anything was measured; the same words wherever it is shown."""
+    told = f"**{verdict(result)}**"
+    if result is None or told == "**not measured**":
+        return told
+    return f"{told} ({'at full length' if result['full'] else 'quick check'})"
 
 
 def _provenance(result: Result) -> str:

@@ -64,6 +64,11 @@ def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> flo
     return float((apart / size).sqrt())
 
 
+def shown(values: Sequence[Tensor], *, count: int = 3) -> str:
+    """The first entries of the first tensor, to eight places."""
+    return ", ".join(f"{value:+.8f}" for value in values[0].detach().flatten()[:count].tolist())
+
+
 def problems() -> dict[str, tuple[nn.Module, Tensor]]:
     """The cells that are looked at, each with its input, in float64."""
     with torch.random.fork_rng():

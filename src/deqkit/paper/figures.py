@@ -4,12 +4,15 @@ A line figure has `x`, `y`, `log_x`, `log_y` and `series`, each with `label`, `x
 numbers that curves which belong together share. With `kind: points` they are not joined and have no legend: a panel
 of `kind: legend` with the same `series`, but no values, is that of all panels beside it. A bar figure has `kind: bars`,
 `y` and `bars`, each with `label`, `value` and perhaps `points`, `colour` and `parts`, which the figure's `parts` names;
-a value to compare with is its `mark`. Several, side by side, have titles.
+a value to compare with is its `mark`. Bars whose lengths would tell nothing, of close values or on a logarithmic scale,
+are drawn as their `points`. Several, side by side, have titles.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +28,15 @@ WIDTH, ALONE, HEIGHT = 4.6, 6.4, 3.1  # inches: of a panel beside another, of on
 MAX_POINTS = 300
 MARKED = 16
 """Curves with no more points than this show them."""
+FEW = 6
+"""Values on a logarithmic axis that are each worth a tick."""
+CLOSE = 1.25
+"""Values within this factor of each other differ by too little for bars from zero."""
+LEAST_SPAN = 0.04
+"""What the axis of a dot plot shows at least, as a share of the values: noise is not to look like an effect."""
+SETTLED, BEYOND, WORTH = 0.05, 1.25, 0.5
+"""A curve is at rest when it stays within the first share of the height of the panel; the x-axis ends so much further,
+if that leaves no more than the last share of it."""
 # Okabe and Ito's colours, which colour-blind readers can tell apart, in an order of falling contrast with white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -76,6 +88,8 @@ def _draw_panel(axes: Axes, panel: dict[str, Any]) -> None:
         axes.spines[side].set_visible(False)
     axes.tick_params(length=3, which="major")
     match panel.get("kind"):
+        case "bars" if _are_dots(panel):
+            _draw_dots(axes, panel)
         case "bars":
             _draw_bars(axes, panel)
         case "legend":
@@ -90,15 +104,48 @@ def _draw_panel(axes: Axes, panel: dict[str, Any]) -> None:
 
 def _draw_lines(axes: Axes, panel: dict[str, Any]) -> None:
     joined = panel.get("kind") != "points"
-    _draw_series(axes, panel["series"], joined=joined)
-    axes.set_xlabel(panel["x"], parse_math=False)
+    series, label = panel["series"], panel["x"]
+    if joined and (end := _at_rest(panel)) is not None:
+        label += f" (followed up to {max(one['x'][-1] for one in series):,})"
+        series = [_up_to(one, end) for one in series]
+    _draw_series(axes, series, joined=joined)
+    axes.set_xlabel(label, parse_math=False)
     axes.set_ylabel(panel["y"], parse_math=False)
     axes.grid(color=LINE, linewidth=0.7)
     axes.set_axisbelow(True)
     _scale(axes.xaxis, log=panel.get("log_x", False))
     _scale(axes.yaxis, log=panel.get("log_y", False))
+    if joined and panel.get("log_x", False):
+        _tick_few(axes, sorted({x for one in series for x in one["x"]}))
     if joined and len(panel["series"]) > 1:
         axes.legend(frameon=False, fontsize=8.5)
+
+
+def _at_rest(panel: dict[str, Any]) -> float | None:
+    """Where the x-axis may end because no long curve changes after it; None if it is needed to its end."""
+    series = panel["series"]
+    if panel.get("log_x", False) or min(len(one["x"]) for one in series) <= MARKED:
+        return None
+    change = math.log if panel.get("log_y", False) else float
+    heights = [[change(y) for y in one["y"]] for one in series]
+    span = max(map(max, heights)) - min(map(min, heights))
+    ends = []
+    for one, ys in zip(series, heights, strict=True):
+        moving = [x for x, y in zip(one["x"], ys, strict=True) if abs(y - ys[-1]) > SETTLED * span]
+        ends.append(moving[-1] if moving else one["x"][0])
+    end = BEYOND * max(ends)
+    return end if end < WORTH * max(one["x"][-1] for one in series) else None
+
+
+def _up_to(series: dict[str, Any], end: float) -> dict[str, Any]:
+    count = sum(x <= end for x in series["x"])
+    return {**series, "x": series["x"][:count], "y": series["y"][:count]}
+
+
+def _tick_few(axes: Axes, xs: Sequence[float]) -> None:
+    """Ticks where something was measured, if that is in few places."""
+    if len(xs) <= FEW:
+        axes.set_xticks(xs, [f"{x:,g}" for x in xs])
 
 
 def _draw_legend(axes: Axes, panel: dict[str, Any]) -> None:
@@ -127,6 +174,45 @@ def _thin(values: Sequence[float]) -> list[float]:
     if len(values) <= MAX_POINTS:
         return list(values)
     return [values[round(i * (len(values) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
+
+
+def _are_dots(panel: dict[str, Any]) -> bool:
+    """Whether bars would be of no use: they compare lengths, which a logarithm has none of and close values share."""
+    bars = panel["bars"]
+    if not all("points" in bar for bar in bars):
+        return False
+    values = [point for bar in bars for point in bar["points"]]
+    return panel.get("log_y", False) or 0 < max(values) <= CLOSE * min(values)
+
+
+def _draw_dots(axes: Axes, panel: dict[str, Any]) -> None:
+    """A dot a seed, and above them a mark at their mean, with its value."""
+    log, bars = panel.get("log_y", False), panel["bars"]
+    means = [statistics.fmean(bar["points"]) for bar in bars]
+    for row, (bar, mean) in enumerate(zip(bars, means, strict=True)):
+        points, colour = bar["points"], COLOURS[0 if row == 0 else 1]
+        axes.plot(points, [row] * len(points), "o", color=colour, **APART)
+        if len(points) > 1:
+            axes.plot([mean] * 2, [row - 0.2, row + 0.2], color=colour, linewidth=1.7)
+        told = ("mean " if len(points) > 1 else "") + (_value(mean, means) if log else f"{mean:#.4g}")
+        axes.annotate(told, (mean, row - 0.2), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+    axes.set_yticks(range(len(bars)), [bar["label"] for bar in bars])
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_ylim(len(bars) - 0.4, -0.8)
+    axes.grid(color=LINE, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(panel["y"] if log else f"{panel['y']} (the axis does not begin at zero)", parse_math=False)
+    _scale(axes.xaxis, log=log)
+    axes.set_xlim(*_room([point for bar in bars for point in bar["points"]], log=log))
+
+
+def _room(values: Sequence[float], *, log: bool) -> tuple[float, float]:
+    """An axis for these values and the words above them."""
+    low, high = min(values), max(values)
+    if log:
+        return low / 8, high * 8
+    middle, half = (low + high) / 2, max(0.75 * (high - low), LEAST_SPAN / 2 * high)
+    return middle - half, middle + half
 
 
 def _draw_bars(axes: Axes, panel: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -46,5 +47,27 @@ def find(names: Iterable[str]) -> list[Claim]:
     by_name = {claim.row: claim for claim in CLAIMS}
     for name in names:
         if name not in by_name:
-            raise ValueError(unknown("row", name, by_name))
+            raise ValueError(_at_its_place(name) or unknown("row", name, by_name))
     return [by_name[name] for name in names]
+
+
+PLACE = re.compile(
+    r"(table|figure|theorem|appendix|section)[-_ ]?(\d+(?:\.\d+)?|[a-z])[-_ ]?(left|right)?", re.IGNORECASE
+)
+MAX_NAMED = 6
+
+
+def _at_its_place(name: str) -> str:
+    """What to say to somebody who named a place of the paper (`table-1`, `figure-3-left`) instead of a row."""
+    named = PLACE.fullmatch(name)
+    if named is None:
+        return ""
+    kind, number, side = (part and part.lower() for part in named.groups())
+    place = f"{kind} {number}" + (f", {side}" if side else "")
+    pattern = re.compile(rf"\b{re.escape(place)}\b", re.IGNORECASE)
+    found = [claim.row for claim in CLAIMS if pattern.search(claim.where)]
+    if not found:
+        return ""
+    told = ", ".join(found[:MAX_NAMED]) + (f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else "")
+    listed = "; see `deqkit paper --list`" if len(found) > MAX_NAMED else ""
+    return f"unknown row {name!r}; {place} of the paper is checked by {told}{listed}"

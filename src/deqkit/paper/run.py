@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deqkit.analysis.results import results_header, write_results
-from deqkit.paper.claim import Claim, unmeasured
+from deqkit.paper.claim import Check, Claim, unmeasured
 from deqkit.paper.workshop import Workshop
 from deqkit.train.loop import TrainingError
 
@@ -17,19 +17,24 @@ FULL_FOLDER = "paper"
 Result = dict[str, Any]
 
 
-def check(claim: Claim, workshop: Workshop, *, full: bool) -> Result:
-    """Run one check. What it lacks (data, a file) and a training that fails are its outcome; any other error is a bug.
+def check(claim: Claim, workshop: Workshop, *, full: bool, named: bool = False) -> Result:
+    """Run one check. A training that fails is its outcome.
+
+    So is what it lacks (data, a file), unless somebody asked for this row: `named`.
 
     Raises:
-        ValueError: there is no such check of this claim.
+        ValueError: there is no such check of this claim, or it lacks something.
+        OSError: a file that it needs cannot be read.
     """
-    work = claim.full if full else claim.quick
-    if work is None:
-        raise ValueError(_no_check(claim, full=full))
+    work = check_of(claim, full=full)
     began = time.perf_counter()
     try:
         outcome = work(workshop)
-    except (ValueError, OSError, TrainingError) as error:
+    except TrainingError as error:
+        outcome = unmeasured(" ".join(str(error).split()))
+    except (ValueError, OSError) as error:
+        if named:
+            raise
         outcome = unmeasured(" ".join(str(error).split()))
     return {
         **results_header(benchmark=f"paper {claim.row}", seed=workshop.first_seed, config={"full": full}),
@@ -40,12 +45,25 @@ def check(claim: Claim, workshop: Workshop, *, full: bool) -> Result:
     }
 
 
-def _no_check(claim: Claim, *, full: bool) -> str:
-    if full and claim.quick is not None:
-        return f"{claim.row} has no longer version: run `deqkit paper {claim.row}`"
-    if claim.full is not None:
-        return f"{claim.row} has no quick version: run `deqkit paper --full {claim.row}` ({claim.full_time})"
-    return f"{claim.row} cannot be checked here: {claim.elsewhere}"
+def check_of(claim: Claim, *, full: bool) -> Check:
+    """What is to be run.
+
+    Raises:
+        ValueError: there is no such check of this claim; says what there is.
+    """
+    work = claim.full if full else claim.quick
+    if work is not None:
+        return work
+    if not claim.is_checked:
+        raise ValueError(f"{claim.row} is not measured here; elsewhere: {told_elsewhere(claim)}")
+    if full:
+        raise ValueError(f"{claim.row} has no longer version: run `deqkit paper {claim.row}`")
+    raise ValueError(f"{claim.row} has no quick version: run `deqkit paper --full {claim.row}` ({claim.full_time})")
+
+
+def told_elsewhere(claim: Claim) -> str:
+    """What would measure a claim that no check does: commands as code, prose as prose."""
+    return ", then ".join(f"`{command}`" for command in claim.elsewhere) or claim.source
 
 
 def save_full(folder: Path, result: Result) -> str:

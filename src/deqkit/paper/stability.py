@@ -24,7 +24,7 @@ from deqkit.paper.solves import (
     sample_text,
     solutions_on_test,
 )
-from deqkit.paper.subjects import Scale, at_both_scales, describe, untrained
+from deqkit.paper.subjects import LABELS, Scale, at_both_scales, describe, late_start, untrained
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import AbstractSolver, Anderson, Broyden, NewtonKrylov, Solution, Tolerance, fixed_point
 from deqkit.train.checkpoint import list_checkpoints
@@ -159,8 +159,14 @@ def convergence_always(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark="Limits: the models' own in evaluation ("
         + ", ".join(f"{name} {run.config.model.eval_max_steps}" for name, run in runs.items())
         + f"), and {TIGHT_STEPS} evaluations for the tight tolerance. What a TrellisNet knows of a position travels to "
-        "the next with an evaluation, so that a segment needs about as many as it has positions.",
+        "the next with an evaluation, so that a solve needs about as many as it has positions"
+        f"{_pieces(runs['trellis'])}.",
     )
+
+
+def _pieces(run: LoadedRun) -> str:
+    size = run.config.model.subsequence_length
+    return "" if size is None else f": {size} here, for a segment is solved in pieces of that length, one after another"
 
 
 def paper_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
@@ -221,9 +227,12 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
     kept = numbers["penalised"][max(numbers["penalised"])]
     grows = all(end[what] > begin[what] for what in ("operator norm", "spectral radius"))
     series = [
-        curve(f"{what}, {name}", [one[what] for one in of.values()], list(of))
-        for name, of in numbers.items()
-        for what in ("operator norm", "spectral radius")
+        {**curve(f"{sign}, {LABELS[name]}", [one[what] for one in of.values()], list(of)), **look}
+        for colour, (name, of) in enumerate(numbers.items())
+        for what, sign, look in (
+            ("operator norm", "||J||", {"colour": colour, "style": 0}),
+            ("spectral radius", "largest |eigenvalue|", {"colour": colour, "style": 1}),
+        )
     ]
     return Outcome(
         measured=f"trained as in the paper: ||J|| {begin['operator norm']:.2f} to {end['operator norm']:.2f}, largest "
@@ -233,7 +242,9 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=grows,
         numbers={
             **{name: {str(step): one for step, one in of.items()} for name, of in numbers.items()},
-            "figure": figure(x="training step", y="of the Jacobian at the equilibrium", series=series),
+            "figure": figure(x="training step", y="J at the equilibrium", series=series),
+            "caption": "The operator norm of the Jacobian J = df/dz at the equilibrium and its largest |eigenvalue|, "
+            f"before training and at the checkpoints that were kept. {late_start(runs)}",
         },
         remark="Between start and end only the checkpoints that the runs kept are seen.",
     )

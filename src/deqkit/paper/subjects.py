@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,6 +158,23 @@ def describe(*runs: LoadedRun) -> str:
         f"{run.config.recipe} ({num_parameters(run.model).total / 1e6:.2g} million parameters, step {run.step} of "
         f"{run.config.steps}, {Path(run.config.data.source).name} corpus, seed {run.config.seed})"
         for run in runs
+    )
+
+
+LABELS = {"penalised": "with our penalty", "plain": "as in the paper"}
+"""How figures call the trainings of `Scale.penalised` and `Scale.plain`."""
+
+
+def late_start(runs: Mapping[str, LoadedRun]) -> str:
+    """Where the two trainings differ apart from the penalty, for the caption of a figure that shows both."""
+    plain, penalised = runs["plain"].config, runs["penalised"].config
+    told = f"The training as in the paper has {plain.steps:,} steps, all of them at the equilibrium"
+    shallow = penalised.devices.warmup_steps
+    if not shallow:
+        return f"{told}; that with our penalty {penalised.steps:,}."
+    return (
+        f"{told}; that with our penalty {penalised.steps:,}, the first {shallow:,} of them as a stack of "
+        f"{penalised.devices.warmup_depth} layers, where nothing is solved for."
     )
 
 

@@ -78,7 +78,6 @@ CLAIMS: tuple[Claim, ...] = (
         claim="Penn Treebank has about 888 thousand words for training and a vocabulary of 10,000",
         paper="888K words, vocabulary 10,000",
         quick=partial(text_task, name="ptb", words=PTB_WORDS, vocabulary=PTB_VOCABULARY, at_least=False),
-        elsewhere="deqkit data prepare ptb --from RAW --out data/ptb, then deqkit paper task-ptb --data data",
     ),
     Claim(
         row="task-wikitext-103",
@@ -86,7 +85,5 @@ CLAIMS: tuple[Claim, ...] = (
         claim="WikiText-103 has over 100 million words for training and a vocabulary of over 260 thousand",
         paper="over 100M words (110 times Penn Treebank), vocabulary over 260K",
         quick=partial(text_task, name="wikitext-103", words=WT103_WORDS, vocabulary=WT103_VOCABULARY, at_least=True),
-        elsewhere="deqkit data prepare wikitext-103 --from RAW --out data/wikitext-103, "
-        "then deqkit paper task-wikitext-103 --data data",
     ),
 )

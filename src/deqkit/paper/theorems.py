@@ -26,6 +26,7 @@ from deqkit.paper.equalities import (
     implicit_gradients,
     problems,
     relative_difference,
+    shown,
     touched,
     unrolled_gradients,
 )
@@ -47,6 +48,7 @@ from deqkit.solve import (
 
 SAME = 1e-8
 """Relative difference at which two float64 computations count as equal: a solve to 1e-12 amplified by (I - J)^-1."""
+EXAMPLE = "`python examples/theorems.py` is the shortest program that prints both sides of all three theorems."
 SOLVERS: dict[str, AbstractSolver | Fallback] = {
     "Broyden": Broyden(),
     "Broyden, causal": Broyden(memory=5, group="prefix"),
@@ -68,10 +70,13 @@ ADJOINT_SOLVERS: dict[str, AbstractSolver] = {
 
 def theorem_1(workshop: Workshop) -> Outcome:
     numbers: dict[str, Any] = {}
+    rows = []
     for name, (cell, x) in problems().items():
         workshop.tell(f"theorem 1: {name}")
         z, ours = implicit_gradients(cell, x)
         others = {"dense": dense_gradients(cell, x, z), f"{NUM_LAYERS} layers": unrolled_gradients(cell, x)}
+        for part, which in (("inputs", slice(1)), ("parameters", slice(1, None))):
+            rows.append([f"{name}, {part}", *(shown(grads[which]) for grads in (ours, *others.values()))])
         numbers[name] = {
             "norm of the gradient": float(torch.cat([g.flatten() for g in ours]).norm()),
             **{
@@ -84,13 +89,28 @@ def theorem_1(workshop: Workshop) -> Outcome:
         }
     errors = {other: _worst(numbers, other) for other in ("dense", f"{NUM_LAYERS} layers")}
     return Outcome(
-        measured=f"largest relative difference {errors['dense']:.0e} from a dense solve with the Jacobian as a matrix, "
-        f"{errors[f'{NUM_LAYERS} layers']:.0e} from backpropagation through {NUM_LAYERS} tied layers",
+        measured=f"{rows[0][0]}: the gradient begins with {rows[0][1]}, the right side with J_g as a matrix with "
+        f"{rows[0][2]}, backpropagation through {NUM_LAYERS} tied layers with {rows[0][3]}; largest relative "
+        f"difference over all cells, inputs and parameters {_small(errors['dense'])} from the matrix, "
+        f"{_small(errors[f'{NUM_LAYERS} layers'])} from the layers",
         scale="float64; tanh cell of width 10, transformer cell of width 8 and 6 positions",
         holds=max(errors.values()) <= SAME,
-        numbers={**numbers, "largest": errors, "bar": SAME},
-        remark="Untrained cells, on which plain iteration converges, or the unrolled network would be no reference.",
+        numbers={
+            **numbers,
+            "largest": errors,
+            "bar": SAME,
+            "table": {
+                "columns": ["gradient of", "deqkit", "-dl/dz* J_g^-1 df/d(.)", f"{NUM_LAYERS} tied layers"],
+                "rows": rows,
+            },
+        },
+        remark="Untrained cells, on which plain iteration converges, or the unrolled network would be no reference. "
+        f"The table has the first entries of each. {EXAMPLE}",
     )
+
+
+def _small(difference: float) -> str:
+    return "0" if difference == 0 else f"{difference:.0e}"
 
 
 def _worst(numbers: dict[str, Any], other: str) -> float:
@@ -100,6 +120,7 @@ def _worst(numbers: dict[str, Any], other: str) -> float:
 def theorem_2(workshop: Workshop) -> Outcome:
     """Two equilibria one after the other, and one that holds both."""
     numbers: dict[str, Any] = {}
+    rows = []
     with torch.random.fork_rng():
         torch.manual_seed(2)
         seconds = {"tanh cell": TanhCell(7, 10).double(), "transformer cell": TanhCell(5, 8).double()}
@@ -111,16 +132,24 @@ def theorem_2(workshop: Workshop) -> Outcome:
         _, together = DEQ(stack(first, seconds[name]), **settings)(x)
         inputs = [x, *touched(first, apart), *seconds[name].parameters()]
         grads = [torch.autograd.grad(z, inputs, direction(z)) for z in (together, apart)]
+        for part, sides in (("state", [[apart], [together]]), ("gradient of x", [grads[1], grads[0]])):
+            rows.append([f"{name}, then a tanh cell: {part}", *map(shown, sides)])
         numbers[f"{name}, then a tanh cell"] = {
             "state": relative_difference([together], [apart]),
             "gradients": relative_difference(*grads),
         }
     state, gradients = (max(n[part] for n in numbers.values()) for part in ("state", "gradients"))
     return Outcome(
-        measured=f"largest relative difference {state:.0e} between the states, {gradients:.0e} between the gradients",
+        measured=f"{rows[0][0]} one after the other {rows[0][1]}, of one cell {rows[0][2]}; largest relative "
+        f"difference {_small(state)} between the states, {_small(gradients)} between the gradients",
         scale="float64; a tanh or transformer cell, and a tanh cell of another width on its equilibrium",
         holds=max(state, gradients) <= SAME,
-        numbers={**numbers, "bar": SAME},
+        numbers={
+            **numbers,
+            "bar": SAME,
+            "table": {"columns": ["", "one after the other", "one equilibrium of one cell"], "rows": rows},
+        },
+        remark=f"The table has the first entries of each. {EXAMPLE}",
     )
 
 
@@ -144,12 +173,15 @@ def theorem_3(workshop: Workshop) -> Outcome:
     tied = cell.initial_state(x)
     for _ in layers:
         tied = cell(tied, x)
+    rows = [["the network", shown([hidden[-1]])], ["block matrices", shown([state[:, -sizes[-1] :]])]]
+    rows.append(["`tie`", shown([tied[-1]])])
     by_matrices = float((state - torch.cat(hidden, 1)).abs().max())
     by_cell = float((torch.cat(tied, 1) - torch.cat(hidden, 1)).abs().max())
     moved = float((torch.cat(cell(tied, x), 1) - torch.cat(tied, 1)).abs().max())
     return Outcome(
-        measured=f"largest difference of a hidden unit {by_matrices:.0e} with the block matrices, {by_cell:g} with "
-        f"`tie`; applied once more the state moves by {moved:g}",
+        measured=f"output of the network {rows[0][1]}, of one tied cell applied {len(layers)} times {rows[1][1]} "
+        f"(block matrices) and {rows[2][1]} (`tie`); largest difference of a hidden unit {_small(by_matrices)} and "
+        f"{_small(by_cell)}; applied once more the state moves by {_small(moved)}",
         scale=f"float64; {len(layers)} layers of widths {', '.join(map(str, sizes[1:]))}, three activations",
         holds=max(by_matrices, by_cell, moved) <= SAME,
         numbers={
@@ -159,7 +191,9 @@ def theorem_3(workshop: Workshop) -> Outcome:
             "width of the state": int(bias.numel()),
             "hidden units of the network": sum(sizes[1:]),
             "bar": SAME,
+            "table": {"columns": ["", "first outputs"], "rows": rows},
         },
+        remark=EXAMPLE,
     )
 
 

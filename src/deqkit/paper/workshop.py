@@ -47,8 +47,9 @@ class Workshop:
         where = (self.data or Path("data")) / name
         if not (where / "manifest.json").exists():
             raise ValueError(
-                f"this row needs {name}: run `deqkit data prepare {name} --from RAW --out {where}`, "
-                "and pass the folder above it with --data"
+                f"{name} is needed, and not in {where}: run `deqkit data prepare {name} --from RAW --out {where}`, "
+                "where RAW is a folder with train.txt, valid.txt and test.txt"
+                + ("" if self.data is None else f", and pass --data {where.parent}")
             )
         return str(where)
 
