@@ -238,8 +238,7 @@ CLAIMS: tuple[Claim, ...] = (
             contenders=FULL,
             T=PAPER_T,
             solved=PAPER["DEQ-Transformer"],
-            budget="20,000 training and 2,000 test samples for all, and about the time of the DEQ: more steps for the "
-            "others.",
+            budget="20,000 training and 2,000 test samples for all.",
         ),
         full_time="an hour and a half",
     ),
