@@ -23,19 +23,16 @@ DOCUMENTS = ("README.md", "docs/performance.md")
 
 PAPER_ROWS = (
     "theorem-1",
-    "any-solver",
     "copy-memory",
     "copy-memory-longest",
     "table-2-ptb",
     "table-3-small",
     "table-3-small-wikitext-2",
-    "lstm",
     "best-perplexity-ptb",
     "best-perplexity-wikitext-2",
     "causal-evaluation",
     "table-4-transformer",
     "table-4-trellisnet",
-    "initialisation",
 )
 SOLVER_ROWS = (
     ("torchdeq", "fixed_point_iter"),
