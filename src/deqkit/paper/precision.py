@@ -27,7 +27,7 @@ from deqkit.train.load import LoadedRun
 
 EXACT = Tolerance(rtol=1e-12, patience=300)
 EXACT_STEPS = 600
-TOLERANCES = (0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-5, 1e-6)
+TOLERANCES = (0.3, 0.1, 0.01, 1e-3, 1e-4, 1e-6)
 ACCURATE = 1e-3
 """Relative error up to which a gradient counts as accurate."""
 TIGHT = 1e-3

@@ -1,4 +1,4 @@
-"""Appendix E, what needs no training of equilibria of its own: shallow stacks, gradients in pieces, auxiliary losses."""
+"""Appendix E, further: shallow stacks that plateau, the gradient through subsequences, auxiliary losses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from deqkit.train.recipes import layers
 
 # B samples, T positions, D width
 
-SHALLOW = (1, 2)
-"""Layers of the shallow stacks; the last is the paper's example."""
+SHALLOW = (2, 1)
+"""Layers of the shallow stacks: the paper's example, and at full length a single one too."""
 PIECES = (1, 2, 4)
 SAME = 1e-8
 """Relative difference at which two float64 gradients count as equal: solves to 1e-12 amplified by (I - J)^-1."""
@@ -44,7 +44,7 @@ FURTHER, SHALLOWER = (1, 4), (1, 2, 4)
 SOLVERS: Mapping[str, AbstractSolver] = {
     "Broyden": Broyden(memory=20),
     "Anderson": Anderson(memory=10),
-    "plain iteration": FixedPointIteration(),
+    "damped iteration": FixedPointIteration(damping=0.5),
 }
 
 
@@ -58,8 +58,8 @@ def shallow_plateau(workshop: Workshop, *, scale: Scale) -> Outcome:
     deep = scale.transformer_layers(workshop)
     configs = {
         "DEQ": config,
-        f"{deep.model.depth} layers": deep,
-        **{f"{n} layer{'s' if n > 1 else ''}": shallow(config, n) for n in SHALLOW},
+        _layers(deep.model.depth): deep,
+        **{_layers(n): shallow(config, n) for n in (SHALLOW if scale.max_batches is None else SHALLOW[:1])},
     }
     runs = {name: workshop.trained(one) for name, one in configs.items()}
     found = {name: _quality(workshop, run, scale) for name, run in runs.items()}
@@ -69,7 +69,7 @@ def shallow_plateau(workshop: Workshop, *, scale: Scale) -> Outcome:
     return Outcome(
         measured="test perplexity: "
         + ", ".join(f"{name} {one['perplexity']:.1f}" for name, one in found.items())
-        + f"; {names[-1]}: {ratios[names[-1]]:.3f} of the worse of the first two; in the last third of training "
+        + f"; {names[2]}: {ratios[names[2]]:.3f} of the worse of the first two; in the last third of training "
         + ", ".join(f"{name} {one['last third']:.1%}" for name, one in found.items() if one["last third"] is not None)
         + " down in validation",
         scale=describe(*runs.values()),
@@ -88,6 +88,10 @@ def shallow_plateau(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark=f"Tied layers of the same cell, as many steps on the same data. Holds if each shallow stack ends at "
         f"{MUCH:g} times the worse of the two other perplexities or more. One seed.",
     )
+
+
+def _layers(count: Any) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def _quality(workshop: Workshop, run: LoadedRun, scale: Scale) -> dict[str, Any]:
@@ -143,7 +147,8 @@ def _memory(run: LoadedRun, **settings: Any) -> int:
     """Bytes at the peak of a training step of the body, on the recipe's batches."""
     model = replace(run.config.model, subsequence_length=None, start="zeros", **settings)
     data = run.config.data
-    return training_memory(model, batch=data.batch, length=data.length, body_only=True).peak
+    with torch.random.fork_rng():
+        return training_memory(model, batch=data.batch, length=data.length, body_only=True, abstract=False).peak
 
 
 def auxiliary_losses(workshop: Workshop, *, scale: Scale) -> Outcome:
@@ -159,8 +164,8 @@ def auxiliary_losses(workshop: Workshop, *, scale: Scale) -> Outcome:
     again = max(relative_difference(grads, main) for grads in further.values())
     cosines = {n: _cosine(grads, main) for n, grads in stacks.items()}
     return Outcome(
-        measured=f"after {EARLY} evaluations the iterates of {len(SOLVERS)} solvers differ by {early:.2f} of their size, "
-        f"at the equilibrium by {late:.0e}; a loss on {' or '.join(map(str, FURTHER))} more layers on top of the "
+        measured=f"after {EARLY} evaluations the iterates of {len(SOLVERS)} solvers differ by {early:.2f} of their "
+        f"size, at the equilibrium by {late:.0e}; a loss on {' or '.join(map(str, FURTHER))} more layers on top of the "
         f"equilibrium has the gradient of the loss itself (difference {again:.0e}); that of a stack of "
         f"{', '.join(map(str, SHALLOWER))} layers has a cosine of {', '.join(f'{c:.2f}' for c in cosines.values())} "
         "with it",
@@ -174,11 +179,11 @@ def auxiliary_losses(workshop: Workshop, *, scale: Scale) -> Outcome:
             "bars": {"apart": APART, "same": SAME},
         },
         remark="Holds if nothing in a solve could stand for a layer: iterates belong to the solver and not to the "
-        "model, and layers on top of an equilibrium add nothing to its loss. deqkit has no auxiliary losses and a model's "
-        "output no intermediate states. What can be had: `model(tokens, targets, depth=2).loss` is the loss of a shallow "
-        "stack of the same weights, to be added at the price of a pass of its own (whether that helps was not tried); "
-        "penalties on the equilibrium itself (`--regulariser.activation`, `.temporal`, `.jacobian`, `.spectral`) apply "
-        "as they are.",
+        "model, and layers on top of an equilibrium add nothing to its loss. deqkit has no auxiliary losses, and a "
+        "model's output no intermediate states. What can be had: `model(tokens, targets, depth=2).loss` is the loss of "
+        "a shallow stack of the same weights, to be added at the price of a pass of its own (whether that helps was "
+        "not tried); penalties on the equilibrium itself (`--regulariser.activation`, `.temporal`, `.jacobian`, "
+        "`.spectral`) apply as they are.",
     )
 
 
