@@ -233,3 +233,19 @@ def test_growth_is_decided_by_both_norms(setting, monkeypatch):
     values = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
     monkeypatch.setattr(stability, "_jacobian", lambda *args: norms(*args, sign=-1.0))
     assert stability.jacobian_growth(workshop, scale=scale).holds is False
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "evals", "holds"), [(100.5, 6.0, True), (103.0, 6.0, False), (100.0, 20.0, False)]
+)
+def test_the_papers_inference_must_be_cheaper_at_no_loss(perplexity, evals, holds, setting, monkeypatch):
+    workshop, scale = setting
+    solved = {"solves": 4, "converged": 1.0, "evaluations": {"mean": 20.0}}
+    tested = {
+        "as in training": {"perplexity": 100.0, "evals": 20.0},
+        "relaxed": {"perplexity": perplexity, "evals": evals},
+    }
+    monkeypatch.setattr(stability, "account", lambda solutions: solved)
+    monkeypatch.setattr(stability, "_paper_backward", lambda run: solved)
+    monkeypatch.setattr(stability, "_paper_inference", lambda *args: tested)
+    assert stability.paper_tolerance(workshop, scale=scale).holds is holds

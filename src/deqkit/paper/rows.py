@@ -7,7 +7,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deqkit._plain import unknown
-from deqkit.paper import behaviour, copy_memory, devices, elsewhere, language, memory, runtime, tasks, theorems
+from deqkit.paper import (
+    behaviour,
+    copy_memory,
+    devices,
+    elsewhere,
+    language,
+    memory,
+    precision,
+    properties,
+    remarks,
+    runtime,
+    tasks,
+    theorems,
+)
 from deqkit.paper.claim import Claim
 
 
@@ -24,13 +37,13 @@ def _of_table(table: str) -> tuple[Claim, ...]:
 
 
 PARTS: tuple[Part, ...] = (
-    Part(title="Theorems and properties (sections 3 and 4)", claims=theorems.CLAIMS),
+    Part(title="Theorems and properties (sections 3 and 4)", claims=(*theorems.CLAIMS, *properties.CLAIMS)),
     Part(title="Copy memory (table 1)", claims=copy_memory.CLAIMS),
     Part(title="Language modelling (tables 2 and 3)", claims=language.CLAIMS),
     Part(title="Training memory (tables 2 and 3)", claims=memory.CLAIMS),
-    Part(title="How equilibria behave (section 5.2, appendix D)", claims=behaviour.CLAIMS),
+    Part(title="How equilibria behave (section 5.2, appendix D)", claims=(*behaviour.CLAIMS, *precision.CLAIMS)),
     Part(title="Time (table 4)", claims=runtime.CLAIMS),
-    Part(title="Remarks and training devices (appendix E)", claims=devices.CLAIMS),
+    Part(title="Remarks and training devices (appendix E)", claims=(*devices.CLAIMS, *remarks.CLAIMS)),
     Part(title="Tasks (appendix F)", claims=tasks.CLAIMS),
     Part(title="Full size: Penn Treebank (table 2)", claims=_of_table("2")),
     Part(title="Full size: WikiText-103 (table 3)", claims=_of_table("3")),

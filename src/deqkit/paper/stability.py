@@ -40,6 +40,9 @@ ALWAYS, ALMOST_ALWAYS = 0.99, 0.95
 """Shares of solves that must converge, at a model's own tolerance and at a tight one."""
 PAPER_FORWARD = Tolerance(rtol=0.0, atol=1e-5, per_token=True, patience=100)
 PAPER_BACKWARD = 1e-8  # times sqrt(T)
+PAPER_INFERENCE = Tolerance(rtol=0.0, atol=1e-2, per_token=True, patience=100)
+AS_GOOD = 1.01
+"""Up to this factor on the perplexity a relaxed solve serves as well."""
 TIGHT_STEPS = 200
 
 Scheme = tuple[float | None, Callable[[Tensor], Any] | None]
@@ -183,6 +186,8 @@ def paper_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
         settings: dict[str, Any] = {"tol": PAPER_FORWARD, "max_steps": TIGHT_STEPS, "solver": solver}
         forward[name] = account(solutions_on_test(run, max_batches=batches, **settings))
     backward = _paper_backward(run)
+    inference = _paper_inference(workshop, run, batches)
+    tight, relaxed = inference["as in training"], inference["relaxed"]
     best = max(forward, key=lambda name: (forward[name]["converged"], -forward[name]["evaluations"]["mean"]))
     return Outcome(
         measured="forward "
@@ -191,13 +196,18 @@ def paper_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
             for name, one in forward.items()
         )
         + f"; backward (sqrt(T) 1e-8, mean loss) {backward['evaluations']['mean']:.0f} products "
-        f"({backward['converged']:.0%})",
+        f"({backward['converged']:.0%}); test perplexity {relaxed['perplexity']:.2f} with {relaxed['evals']:.1f} "
+        f"evaluations at inference's sqrt(T) 1e-2, {tight['perplexity']:.2f} with {tight['evals']:.1f} at training's",
         scale=f"{forward[best]['solves']} test segments of {run.config.data.eval_length}; {describe(run)}",
-        holds=forward[best]["converged"] >= ALWAYS and backward["converged"] >= ALWAYS,
-        numbers={"forward": forward, "backward": backward, "limit": TIGHT_STEPS},
-        remark=f"Holds if one of the solvers gets {ALWAYS:.0%} of the solves there within {TIGHT_STEPS} evaluations. "
-        f"Relative to ||z|| it is about {1e-5 / run.model.embedding.width**0.5:.0e}, a few roundings of float32; our "
-        f"recipes train at {run.config.model.tol.rtol:g}.",
+        holds=forward[best]["converged"] >= ALWAYS
+        and backward["converged"] >= ALWAYS
+        and relaxed["perplexity"] <= AS_GOOD * tight["perplexity"]
+        and relaxed["evals"] < tight["evals"],
+        numbers={"forward": forward, "backward": backward, "inference": inference, "limit": TIGHT_STEPS},
+        remark=f"Holds if one of the solvers gets {ALWAYS:.0%} of the solves there within {TIGHT_STEPS} evaluations, "
+        "and if inference with the relaxed tolerance takes fewer at a perplexity at most 1 % worse. Relative to ||z|| "
+        f"training's is about {1e-5 / run.model.embedding.width**0.5:.0e}, a few roundings of float32; our recipes "
+        f"train at {run.config.model.tol.rtol:g}.",
     )
 
 
@@ -210,6 +220,15 @@ def _paper_backward(run: LoadedRun) -> dict[str, Any]:
     output.loss.backward()
     run.model.zero_grad(set_to_none=True)
     return account([s.backward for s in output.solutions if s.backward is not None])
+
+
+def _paper_inference(workshop: Workshop, run: LoadedRun, max_batches: int) -> dict[str, Any]:
+    """The same test segments with the paper's tolerance of training and with that of inference."""
+    found = {}
+    for name, tol in (("as in training", PAPER_FORWARD), ("relaxed", PAPER_INFERENCE)):
+        tested = workshop.tested(run, max_batches=max_batches, tol=tol, max_steps=TIGHT_STEPS)
+        found[name] = {what: tested[what] for what in ("perplexity", "evals", "unconverged", "num_tokens")}
+    return found
 
 
 def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
@@ -281,8 +300,9 @@ CLAIMS: tuple[Claim, ...] = (
         paper_tolerance,
         row="paper-tolerance",
         where="section 5, setting",
-        claim="equilibria can be solved to sqrt(T) 1e-5 forward and sqrt(T) 1e-8 backward",
-        paper="used in training",
+        claim="equilibria can be solved to sqrt(T) 1e-5 forward and sqrt(T) 1e-8 backward; in inference sqrt(T) 1e-2 "
+        "will do",
+        paper="the first two used in training, the last in inference",
     ),
     at_both_scales(
         jacobian_growth,
