@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -57,6 +58,9 @@ _SETTINGS: Any = {
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
+_HASHED = re.compile(rb"\b[mp][0-9a-f]{10}\b")
+
+
 def panels_of(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     """The panels that a result describes; none for most."""
     if "figures" in numbers:
@@ -80,7 +84,13 @@ def draw(panels: Sequence[dict[str, Any]], *, form: str = "svg") -> bytes:
         buffer = io.BytesIO()
         metadata = _NO_METADATA if form == "svg" else None
         canvas.savefig(buffer, format=form, metadata=metadata, dpi=150)
-    return buffer.getvalue()
+    return _with_counted_ids(buffer.getvalue()) if form == "svg" else buffer.getvalue()
+
+
+def _with_counted_ids(svg: bytes) -> bytes:
+    """matplotlib names clips and marks by a hash of their coordinates, whose last bits are those of a machine."""
+    names: dict[bytes, bytes] = {}
+    return _HASHED.sub(lambda match: names.setdefault(match[0], b"%c%d" % (match[0][0], len(names))), svg)
 
 
 def _draw_panel(axes: Axes, panel: dict[str, Any]) -> None:
