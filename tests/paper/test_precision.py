@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from deqkit.paper import precision
+from deqkit.paper.equalities import relative_difference
 from deqkit.paper.precision import Gradient, gradient, in_float64, variants
 from deqkit.paper.solves import sample_text
+from deqkit.paper.stability import PAPER_FORWARD
 from deqkit.solve import Tolerance
 from paper.tiny_scale import check_outcome, make_workshop
 
@@ -48,7 +50,7 @@ def errors_by_tolerance(setting, monkeypatch, *, forward, backward, paper=1e-5):
     workshop, scale = setting
 
     def with_error(model, tokens, *, forward=precision.EXACT, backward=precision.EXACT):
-        if forward is precision.PAPER_FORWARD:
+        if forward is PAPER_FORWARD:
             error = paper
         else:
             error = error_of["forward"](forward.rtol) + error_of["backward"](backward.rtol)
@@ -122,5 +124,5 @@ def test_a_loose_tolerance_gives_another_gradient(setting):
     model, tokens = in_float64(run), sample_text(run.task(), length=9, count=2)
     exact = gradient(model, tokens)
     for loose in ({"forward": Tolerance(rtol=0.1)}, {"backward": Tolerance(rtol=0.1)}):
-        error = precision.relative_difference(gradient(model, tokens, **loose).parts, exact.parts)
+        error = relative_difference(gradient(model, tokens, **loose).parts, exact.parts)
         assert 1e-4 < error < 1
