@@ -50,6 +50,7 @@ def solve_positions(f: Callable[[Any], Any], z0: Any, settings: SolveSettings) -
         max_steps=settings.max_steps,
         throw=False,
         compact=False,
+        check_samples=False,  # our cells keep them apart
         hoist=False,  # f is bound
     )
     raise_if_failed(solution, where="solve of a text's positions", above=Status.STALLED)

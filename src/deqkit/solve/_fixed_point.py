@@ -252,8 +252,10 @@ def _may_be_apart(solution: Solution, solver: AbstractSolver | Fallback) -> bool
 
     Those that are solved stay as they are until all are; a causal solver measures what it puts together.
     """
-    several = solution.codes.numel() > 1 and solver.group == "sample"
-    return several and (isinstance(solver, Fallback) or bool((solution.codes != Status.CONVERGED.severity).any()))
+    if solution.codes.numel() < 2 or solver.group != "sample":
+        return False
+    failed_B, steps_B = solution.codes != Status.CONVERGED.severity, solution.num_steps
+    return isinstance(solver, Fallback) or bool(failed_B.any() & (steps_B != steps_B[0]).any())
 
 
 def check_together(
