@@ -241,7 +241,11 @@ def test_neither_is_ahead_within_what_seeds_differ_by(ratio, state):
 def test_the_cost_of_a_training_is_that_of_its_stages(workshop, corpus):
     """Twice the steps at the equilibrium cost nearly twice as much; a solve of more evaluations costs more."""
     config = equilibrium(corpus)
-    shallow = replace(config, devices=replace(config.devices, warmup_steps=2, warmup_depth=1))
+    shallow = replace(
+        config,
+        model=replace(config.model, start="learned"),
+        devices=replace(config.devices, warmup_steps=2, warmup_depth=1),
+    )
     runs = {"evaluations": 3.0, "products": 2.0}, {"evaluations": 12.0, "products": 10.0}
     contenders = [
         Contender(label=label, config=lambda workshop, c=changed: c)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deqkit.model import ModelConfig, SequenceModel
-from deqkit.paper.measure import Contender
+from deqkit.paper.measure import Contender, shallow_model
 from deqkit.paper.runtime import compare_models, phases
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Tolerance
@@ -52,7 +52,7 @@ def _stages(config: TrainConfig, run: dict[str, Any]) -> Iterator[tuple[str, int
     """The parts of a training in which a step does the same: what it is, how many steps, and what the model does."""
     shallow = config.devices.warmup_steps
     if shallow:
-        yield f"{config.devices.warmup_depth} layers", shallow, replace(config.model, depth=config.devices.warmup_depth)
+        yield f"{config.devices.warmup_depth} layers", shallow, shallow_model(config)
     model = config.model
     if run["evaluations"] is not None:
         model = _with_counts(model, evaluations=round(run["evaluations"]), products=round(run["products"]))

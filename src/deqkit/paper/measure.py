@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deqkit.analysis.training_memory import training_memory
-from deqkit.model import num_parameters
+from deqkit.model import ModelConfig, num_parameters
 from deqkit.paper.workshop import Workshop, training_hash
 from deqkit.report import words
 from deqkit.report.chart import typical
@@ -86,13 +86,18 @@ def _measure(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:
     }
 
 
+def shallow_model(config: TrainConfig) -> ModelConfig:
+    """What a training steps with before its equilibrium; a learned start, if it has one, waits."""
+    return replace(config.model, depth=config.devices.warmup_depth, start="zeros")
+
+
 def _memory(config: TrainConfig) -> dict[str, float]:
     """The peak of the training, and that of its last stage: the layers of a shallow start may need more than the
     equilibrium that follows."""
     batch, length = step_shape(config)
     stages = [config.model]
     if config.devices.warmup_steps:
-        stages.append(replace(config.model, depth=config.devices.warmup_depth))
+        stages.append(shallow_model(config))
     peaks = [training_memory(model, batch=batch, length=length).peak / MIB for model in stages]
     return {"training_memory_mib": max(peaks), "last_stage_memory_mib": peaks[0]}
 
