@@ -28,6 +28,7 @@ from deqkit.paper.measure import (
 )
 from deqkit.paper.run import read_measured
 from deqkit.paper.workshop import Workshop
+from deqkit.train.config import RegulariserConfig
 from deqkit.train.recipes import layers
 from deqkit.train.tasks import make_task
 from train.runs import BYTES, TRELLIS, tiny
@@ -244,6 +245,7 @@ def test_the_cost_of_a_training_is_that_of_its_stages(workshop, corpus):
     shallow = replace(
         config,
         model=replace(config.model, start="learned"),
+        regulariser=RegulariserConfig(spectral=0.01),
         devices=replace(config.devices, warmup_steps=2, warmup_depth=1),
     )
     runs = {"evaluations": 3.0, "products": 2.0}, {"evaluations": 12.0, "products": 10.0}

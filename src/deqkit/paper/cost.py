@@ -13,7 +13,7 @@ from deqkit.paper.measure import Contender, shallow_model
 from deqkit.paper.runtime import compare_models, phases
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Tolerance
-from deqkit.train.config import TrainConfig
+from deqkit.train.config import DeviceConfig, TrainConfig
 from deqkit.train.tasks import make_task, resolve
 
 ROUNDS = 7
@@ -31,12 +31,12 @@ def training_costs(
     models: dict[str, tuple[TrainConfig, SequenceModel]] = {}
     for contender, one in zip(contenders, found, strict=True):
         config = resolve(contender.config(workshop))
-        for name, num_steps, model in _stages(config, one["runs"][0]):
+        for name, num_steps, stage in _stages(config, one["runs"][0]):
             key = f"{one['label']}, {name}"
             stages[key] = (one["label"], num_steps)
             with torch.random.fork_rng():
                 torch.manual_seed(config.seed)
-                models[key] = (replace(config, model=model), SequenceModel(model))
+                models[key] = (stage, SequenceModel(stage.model))
     first = next(iter(models.values()))[0]
     batches = phases(first, make_task(first), ROUNDS)["training"]
     workshop.tell(f"time of a step: {'; '.join(models)}")
@@ -48,15 +48,19 @@ def training_costs(
     return costs
 
 
-def _stages(config: TrainConfig, run: dict[str, Any]) -> Iterator[tuple[str, int, ModelConfig]]:
-    """The parts of a training in which a step does the same: what it is, how many steps, and what the model does."""
-    shallow = config.devices.warmup_steps
-    if shallow:
-        yield f"{config.devices.warmup_depth} layers", shallow, shallow_model(config)
-    model = config.model
+def _stages(config: TrainConfig, run: dict[str, Any]) -> Iterator[tuple[str, int, TrainConfig]]:
+    """The parts of a training in which a step does the same: what it is, how many steps, and how each is taken.
+
+    The last part comes first: `compare_models` takes turns as long as its penalty asks.
+    """
+    shallow, model = config.devices.warmup_steps, config.model
     if run["evaluations"] is not None:
         model = _with_counts(model, evaluations=round(run["evaluations"]), products=round(run["products"]))
-    yield "then" if shallow else "all along", config.steps - shallow, model
+    yield "then" if shallow else "all along", config.steps - shallow, replace(config, model=model)
+    if shallow:
+        without = replace(config.regulariser, jacobian=0.0, spectral=0.0)
+        layers = replace(config, model=shallow_model(config), regulariser=without, devices=DeviceConfig())
+        yield f"{config.devices.warmup_depth} layers", shallow, layers
 
 
 def _with_counts(model: ModelConfig, *, evaluations: int, products: int) -> ModelConfig:
