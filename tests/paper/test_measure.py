@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from deqkit.analysis.training_memory import training_memory
 from deqkit.model import SequenceModel, num_parameters
 from deqkit.paper import copy_memory, language
 from deqkit.paper.cost import training_costs
 from deqkit.paper.measure import (
     COLUMNS,
     Contender,
+    _few_steps,
     bars,
     compare,
     listed,
@@ -29,7 +31,7 @@ from deqkit.paper.measure import (
 from deqkit.paper.run import read_measured
 from deqkit.paper.workshop import Workshop
 from deqkit.train.config import RegulariserConfig
-from deqkit.train.recipes import layers
+from deqkit.train.recipes import RECIPES, layers
 from deqkit.train.tasks import make_task
 from train.runs import BYTES, TRELLIS, tiny
 
@@ -136,6 +138,15 @@ def test_what_was_measured_before_is_not_trained_again(workshop, corpus, tmp_pat
     assert measure(replace(workshop, reusable={before["training_hash"]: {}}), config) is before  # it is there
     elsewhere.trained(replace(config, steps=7))  # of the same name, but another training
     assert measure(elsewhere, config) == before and measure(elsewhere, replace(config, steps=7)) != before
+
+
+@pytest.mark.parametrize("recipe", ["ptb-mini", "ptb-deq-trellisnet-mini"])
+def test_memory_is_counted_at_a_step_limit_from_which_on_it_does_not_grow(recipe):
+    model = RECIPES[recipe]().model
+    fewer = _few_steps(model)
+    assert (fewer.max_steps, fewer.adjoint.max_steps) < (model.max_steps, model.adjoint.max_steps)
+    peaks = [training_memory(one, batch=2, length=16).peak for one in (model, fewer)]
+    assert peaks[0] == peaks[1]
 
 
 def test_results_have_models_to_reuse():

@@ -9,6 +9,7 @@ from typing import Any
 
 from deqkit.analysis.training_memory import training_memory
 from deqkit.model import ModelConfig, num_parameters
+from deqkit.paper.memory import QUICK_STEPS
 from deqkit.paper.workshop import Workshop, training_hash
 from deqkit.report import words
 from deqkit.report.chart import typical
@@ -98,8 +99,16 @@ def _memory(config: TrainConfig) -> dict[str, float]:
     stages = [config.model]
     if config.devices.warmup_steps:
         stages.append(shallow_model(config))
-    peaks = [training_memory(model, batch=batch, length=length).peak / MIB for model in stages]
+    peaks = [training_memory(_few_steps(model), batch=batch, length=length).peak / MIB for model in stages]
     return {"training_memory_mib": max(peaks), "last_stage_memory_mib": peaks[0]}
+
+
+def _few_steps(model: ModelConfig) -> ModelConfig:
+    """Solves with limits from which on memory does not grow: counting storages takes longer than computing."""
+    adjoint: Any = model.adjoint
+    if hasattr(adjoint, "max_steps"):
+        adjoint = replace(adjoint, max_steps=min(adjoint.max_steps, QUICK_STEPS))
+    return replace(model, max_steps=min(model.max_steps, QUICK_STEPS), adjoint=adjoint)
 
 
 def _validation(workshop: Workshop, run: LoadedRun) -> dict[str, Any]:

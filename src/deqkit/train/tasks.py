@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import math
 from collections.abc import Iterable
@@ -136,10 +137,16 @@ def open_task(config: TrainConfig) -> AbstractTask:
     if source == "copy-memory":
         return CopyTask(config.data, config.seed)
     if source == "embedded":
-        return TextTask(embedded_corpus(vocab_size=config.data.embedded_vocabulary), config.data)
+        return TextTask(_embedded(config.data.embedded_vocabulary), config.data)
     if not source:
         raise ValueError(
             f"recipe {config.recipe} needs text: pass --data.source with a text file, or with a folder that "
             "`deqkit data prepare` made, for example `deqkit data prepare ptb --download --out DIR`"
         )
     return TextTask(open_corpus(Path(source)), config.data)
+
+
+@functools.cache
+def _embedded(vocab_size: int) -> Corpus:
+    """Reading the standard library and learning its word pieces takes seconds, and a check opens its task often."""
+    return embedded_corpus(vocab_size=vocab_size)
