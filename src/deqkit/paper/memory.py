@@ -285,7 +285,7 @@ CLAIMS: tuple[Claim, ...] = (
         claim="training memory does not grow with the number of solver steps, the equilibrium's depth; that of layers "
         "grows with theirs",
         paper="O(1) against O(L)",
-        quick=partial(constant, limits=(10, 40)),
+        quick=partial(constant, limits=(10, 20)),
         full=partial(constant, limits=SIZES.step_limits),
         full_time="two minutes",
     ),

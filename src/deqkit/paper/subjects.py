@@ -102,11 +102,11 @@ def trellis_demo(workshop: Workshop) -> TrainConfig:
         recipe="demo-trellisnet",
         model=model,
         optimiser=replace(config.optimiser, lr=4e-2, weight_decay=0.0),
-        devices=DeviceConfig(warmup_depth=10, warmup_steps=200),
+        devices=DeviceConfig(warmup_depth=10, warmup_steps=140),
         regulariser=RegulariserConfig(),
-        steps=300,
-        eval_every=300,
-        checkpoint_every=300,
+        steps=200,
+        eval_every=200,
+        checkpoint_every=200,
     )
 
 

@@ -71,13 +71,13 @@ def copy_memory_long() -> TrainConfig:
 def copy_memory_lstm() -> TrainConfig:
     """An LSTM on copy memory, as large as the equilibrium model (table 1)."""
     cell = RecurrentConfig(unit="lstm", input_width=10, hidden_width=52)
-    return _copy_memory_baseline(cell, "copy-memory-lstm", batch=32, expected_time="4 minutes on two cores")
+    return _copy_memory_baseline(cell, "copy-memory-lstm", batch=32, steps=8_000)
 
 
 def copy_memory_gru() -> TrainConfig:
     """A GRU on copy memory, as large as the equilibrium model (table 1)."""
     cell = RecurrentConfig(unit="gru", input_width=10, hidden_width=61)
-    return _copy_memory_baseline(cell, "copy-memory-gru", batch=32, expected_time="7 minutes on two cores")
+    return _copy_memory_baseline(cell, "copy-memory-gru", batch=32, steps=4_000)
 
 
 def copy_memory_tcn() -> TrainConfig:
@@ -85,12 +85,13 @@ def copy_memory_tcn() -> TrainConfig:
     cell = ConvolutionConfig(
         input_width=11, hidden_width=11, kernel_size=8, num_levels=8, init_std=None, input_scale=4.0
     )
-    return _copy_memory_baseline(cell, "copy-memory-tcn", batch=16, expected_time="5 minutes on two cores")
+    return _copy_memory_baseline(cell, "copy-memory-tcn", batch=16, steps=6_000)
 
 
 def _copy_memory_baseline(
-    cell: RecurrentConfig | ConvolutionConfig, name: str, *, batch: int, expected_time: str
+    cell: RecurrentConfig | ConvolutionConfig, name: str, *, batch: int, steps: int
 ) -> TrainConfig:
+    """As many steps as take about the time of the equilibrium model's training."""
     config = copy_memory()
     return baseline(
         config,
@@ -98,6 +99,6 @@ def _copy_memory_baseline(
         name,
         data=replace(config.data, batch=batch),
         optimiser=OptimiserConfig(lr=2e-3, clip=1.0, schedule="constant"),
-        steps=2_000,
-        expected_time=expected_time,
+        steps=steps,
+        eval_every=steps // 2,
     )
