@@ -61,6 +61,12 @@ def test_full_length_wins_and_the_quick_check_is_told(tmp_path):
     assert "commit 0123456789," in entry and "2026-01-02 in 3 s" in entry
 
 
+def test_the_time_of_all_quick_checks_is_told(tmp_path):
+    assert "The quick versions took" not in compose(tmp_path).text
+    save_quick(tmp_path, {row: {**result(row), "seconds": 90.0} for row in ("lstm", "theorem-1")})
+    assert "measured here. The quick versions took 3 minutes in all.\n" in compose(tmp_path).text
+
+
 def test_what_was_not_measured_has_no_length_and_no_date(tmp_path):
     nothing = result("table-2-cited", measured="not measured", holds=None)
     save_quick(tmp_path, {"table-2-cited": nothing, "lstm": result("lstm", holds=None)})

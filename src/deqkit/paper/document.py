@@ -50,7 +50,7 @@ class Document:
 def compose(results: Path) -> Document:
     """The page from a folder of results."""
     best, quick = read_best(results), read_quick(results)
-    lines = [INTRODUCTION, *_summary(best)]
+    lines = [INTRODUCTION, *_summary(best, quick)]
     panels: dict[str, Sequence[dict[str, Any]]] = {}
     for part in PARTS:
         lines += [f"## {part.title}", ""]
@@ -79,7 +79,7 @@ def write(results: Path, docs: Path) -> list[Path]:
     return written
 
 
-def _summary(best: Mapping[str, Result]) -> Iterator[str]:
+def _summary(best: Mapping[str, Result], quick: Mapping[str, Result]) -> Iterator[str]:
     verdicts = [verdict(best.get(claim.row)) for claim in CLAIMS]
     counts = {text: verdicts.count(text) for text in ("holds", "does not hold", "open", "not measured")}
     yield "## All rows"
@@ -87,6 +87,7 @@ def _summary(best: Mapping[str, Result]) -> Iterator[str]:
     yield (
         f"{len(CLAIMS)} rows: {counts['holds']} hold, {counts['does not hold']} do not, {counts['open']} are open, "
         f"{counts['not measured']} are not measured here."
+        + (f" The quick versions took {_minutes(quick):.0f} minutes in all." if quick else "")
     )
     yield ""
     for part in PARTS:
@@ -100,6 +101,10 @@ def _summary(best: Mapping[str, Result]) -> Iterator[str]:
             cells = (f"[{claim.row}](#{claim.row})", claim.claim, claim.paper, here, told_verdict(result))
             yield f"| {' | '.join(map(_cell, cells))} |"
         yield ""
+
+
+def _minutes(results: Mapping[str, Result]) -> float:
+    return sum(result["seconds"] for result in results.values()) / 60
 
 
 def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterator[str]:
