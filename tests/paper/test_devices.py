@@ -119,21 +119,32 @@ def test_work_counts_evaluations_and_products():
     assert devices.work([shallow, shallow, solved], warmup_depth=2) == 4 + 4 + 11
 
 
-def found(evals, loss=3.0):
-    return {"evaluations": {"mean": evals, "max": evals}, "loss": loss}
+def found(evals, loss=3.0, converged=1.0):
+    return {"evaluations": {"mean": evals, "max": evals}, "loss": loss, "converged": converged}
 
 
-@pytest.mark.parametrize(("pieces", "holds"), [(found(5.0), True), (found(9.0), False), (found(5.0, 3.2), False)])
+@pytest.mark.parametrize(
+    ("pieces", "holds"),
+    [(found(5.0), True), (found(9.0), False), (found(5.0, 3.2), False), (found(5.0, converged=0.2), None)],
+)
 def test_pieces_must_be_easier_and_give_the_same(pieces, holds, setting, monkeypatch):
     monkeypatch.setattr(devices, "_in_pieces", lambda run, count, scale: pieces if count > 1 else found(8.0))
     assert decided(devices.subsequences, setting, monkeypatch, training(), training()).holds is holds
 
 
 @pytest.mark.parametrize(
-    ("noisy", "error", "holds"), [(9.0, 0.4, True), (7.0, 0.4, False), (9.0, 0.6, None), (7.0, 0.6, None)]
+    ("noisy", "error", "converged", "holds"),
+    [
+        (9.0, 0.4, 1.0, True),
+        (7.0, 0.4, 1.0, False),
+        (9.0, 0.6, 1.0, None),
+        (7.0, 0.6, 1.0, None),
+        (9.0, 0.4, 0.5, None),
+    ],
 )
-def test_dropout_is_decided_on_one_model(noisy, error, holds, setting, monkeypatch):
-    solved = {"with": {**found(noisy), "solves": 8}, "without": found(8.0), "difference": noisy - 8.0}
+def test_dropout_is_decided_on_one_model(noisy, error, converged, holds, setting, monkeypatch):
+    noise = {**found(noisy, converged=converged), "solves": 8}
+    solved = {"with": noise, "without": found(8.0), "difference": noisy - 8.0}
     monkeypatch.setattr(devices, "_with_and_without_masks", lambda *args: {**solved, "standard error": error})
     assert decided(devices.dropout, setting, monkeypatch, training(), training()).holds is holds
 

@@ -29,6 +29,8 @@ LOOSER = 4.0
 """By what the tolerance of early steps is multiplied."""
 SMALL_IMBALANCE = 1.5
 """The slowest sample of a batch over the mean, up to which imbalance counts as "relatively small"."""
+MOSTLY = 0.95
+"""The share of solves that must converge for their evaluations to be compared: others end at the limit."""
 NUM_DRAWS = 8
 """Of dropout masks for the same text."""
 MOST_PIECES = 4
@@ -115,24 +117,27 @@ def dropout(workshop: Workshop, *, scale: Scale) -> Outcome:
     rates = {"hidden_dropout": 0.0, **({"dropout": 0.0} if is_transformer(config) else {})}
     model = replace(config.model, cell=replace(cell, **rates), input_dropout=0.0, output_dropout=0.0)
     runs, plain, without = _pair(workshop, scale, "no-dropout", replace(config, model=model))
-    masked = _with_and_without_masks(runs[0], scale)
+    solved = workshop.trained(scale.transformer(workshop))
+    masked = _with_and_without_masks(solved, scale)
     more, error = masked["difference"], masked["standard error"]
+    counts = min(masked["with"]["converged"], masked["without"]["converged"]) >= MOSTLY and abs(more) > 2 * error
     return Outcome(
         measured="one trained model on the same test segments: "
         f"{masked['with']['evaluations']['mean']:.2f} evaluations with masks, "
         f"{masked['without']['evaluations']['mean']:.2f} without, a difference of {more:.2f} +- {error:.2f}; "
         f"{_told('trained with', plain)}; {_told('without', without)}",
-        scale=f"{masked['with']['solves']:,} solves with masks; {describe(*runs)}",
-        holds=None if abs(more) <= 2 * error else more > 0,
+        scale=f"{masked['with']['solves']:,} solves with masks; {describe(solved, *runs)}",
+        holds=more > 0 if counts else None,
         numbers={
             "solved": masked,
             "trained with": plain,
             "trained without": without,
             "figure": _curves({"trained with dropout": plain, "without": without}),
         },
-        remark="The comparison on one model decides, if the difference is more than twice its standard error (+-); its "
-        f"dropout is {cell.hidden_dropout:g}. A model that was trained without dropout becomes another function, whose "
-        "solves may take longer for that.",
+        remark=f"The comparison on one model, {solved.config.recipe}, decides, if nearly all solves reach a residual "
+        f"of {PIECES_TOL.rtol:g} and the difference is more than twice its standard error (+-); its dropout is "
+        f"{cell.hidden_dropout:g}. A model that was trained without dropout becomes another function, whose solves may "
+        "take longer for that.",
     )
 
 
@@ -217,9 +222,11 @@ def subsequences(workshop: Workshop, *, scale: Scale) -> Outcome:
     config = scale.plain(workshop)
     change = replace(config, model=replace(config.model, subsequences=2))
     runs, whole, halves = _pair(workshop, scale, "2-subsequences", change)
-    pieces = {count: _in_pieces(runs[0], count, scale) for count in _powers_of_two(MOST_PIECES)}
+    solved = workshop.trained(scale.transformer(workshop))
+    pieces = {count: _in_pieces(solved, count, scale) for count in _powers_of_two(MOST_PIECES)}
     one, many = pieces[1], pieces[MOST_PIECES]
     easier = many["evaluations"]["mean"] < one["evaluations"]["mean"]
+    counts = min(found["converged"] for found in pieces.values()) >= MOSTLY
     same = abs(many["loss"] - one["loss"]) < 0.01
     return Outcome(
         measured=f"one trained model on sequences of {scale.long_length}: "
@@ -230,8 +237,8 @@ def subsequences(workshop: Workshop, *, scale: Scale) -> Outcome:
         )
         + f"; {_told('trained whole', whole)}; {_told('in halves', halves)}",
         scale=f"{scale.num_samples} test sequences of {scale.long_length} to a residual of {PIECES_TOL.rtol:g}; "
-        f"{describe(*runs)}",
-        holds=easier and same,
+        f"{describe(solved, *runs)}",
+        holds=easier and same if counts else None,
         numbers={
             "pieces": {str(count): found for count, found in pieces.items()},
             "trained whole": whole,
@@ -239,8 +246,9 @@ def subsequences(workshop: Workshop, *, scale: Scale) -> Outcome:
             "easier": easier,
             "same loss": same,
         },
-        remark="An evaluation of a piece costs a share of one of the whole. The paper speaks of lengths above 1000; "
-        f"models were trained on {config.data.length} positions and as many of memory.",
+        remark=f"Pieces are of {solved.config.recipe}. An evaluation of a piece costs a share of one of the whole. The "
+        f"paper speaks of lengths above 1000; models were trained on {config.data.length} positions and as many of "
+        "memory.",
     )
 
 
