@@ -259,9 +259,7 @@ CLAIMS: tuple[Claim, ...] = (
         paper="T = 400",
         quick=partial(
             longest,
-            configs=lambda workshop: [
-                replace(at_T(workshop.recipe("copy-memory-mini"), QUICK_LONGEST_T), steps=500, eval_every=100)
-            ],
+            configs=lambda workshop: [at_T(workshop.recipe("copy-memory-mini"), QUICK_LONGEST_T)],
             asked=QUICK_LONGEST_T,
             solved=QUICK_SOLVED,
         ),
