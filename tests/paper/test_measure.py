@@ -142,8 +142,8 @@ def test_what_was_measured_before_is_not_trained_again(workshop, corpus, tmp_pat
 
 @pytest.mark.parametrize("recipe", ["ptb-mini", "ptb-deq-trellisnet-mini"])
 def test_memory_is_counted_at_a_step_limit_from_which_on_it_does_not_grow(recipe):
-    model = RECIPES[recipe]().model
-    fewer = _few_steps(model)
+    model: Any = RECIPES[recipe]().model
+    fewer: Any = _few_steps(model)
     assert (fewer.max_steps, fewer.adjoint.max_steps) < (model.max_steps, model.adjoint.max_steps)
     peaks = [training_memory(one, batch=2, length=16).peak for one in (model, fewer)]
     assert peaks[0] == peaks[1]
