@@ -16,6 +16,7 @@ from deqkit.paper import (
     memory,
     precision,
     properties,
+    rates,
     remarks,
     runtime,
     tasks,
@@ -39,7 +40,7 @@ def _of_table(table: str) -> tuple[Claim, ...]:
 PARTS: tuple[Part, ...] = (
     Part(title="Theorems and properties (sections 3 and 4)", claims=(*theorems.CLAIMS, *properties.CLAIMS)),
     Part(title="Copy memory (table 1)", claims=copy_memory.CLAIMS),
-    Part(title="Language modelling (tables 2 and 3)", claims=language.CLAIMS),
+    Part(title="Language modelling (tables 2 and 3)", claims=(*language.CLAIMS, *rates.CLAIMS)),
     Part(title="Training memory (tables 2 and 3)", claims=memory.CLAIMS),
     Part(title="How equilibria behave (section 5.2, appendix D)", claims=(*behaviour.CLAIMS, *precision.CLAIMS)),
     Part(title="Time (table 4)", claims=runtime.CLAIMS),
