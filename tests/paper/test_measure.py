@@ -296,11 +296,15 @@ def test_the_quick_lstm_has_the_size_of_the_demo(workshop):
 
 def test_copy_memory_at_another_length(workshop):
     config = replace(tiny("copy-memory"), recipe="tiny-copy")
-    outcome = copy_memory.longer(workshop, config=lambda workshop: config, lengths=(5, 10))
-    short, long = outcome.numbers["points"]
+    outcome = copy_memory.longer(workshop, config=lambda workshop: config, lengths=(5, 10), growth=(2, 2))
+    (short, long), tried = outcome.numbers["points"].values()
     assert short["num_tokens"] == 6 * 25 and long["num_tokens"] == 6 * 30
     assert long["chance"] == pytest.approx(10 * math.log(8) / 30)
     assert outcome.holds == (long["loss"] < long["chance"] / 2)
+    assert "Tried: Training begins with T = 2, which grows up to step 4." in outcome.remark
+    assert [one["T"] for one in tried] == [5, 10] and tried[1]["loss"] != long["loss"]
+    assert f"T = 10: {tried[1]['loss']:.2g}" in outcome.remark
+    assert workshop.has(copy_memory.growing(config, 2, 2))
 
 
 def test_the_longest_copy(workshop):
