@@ -119,6 +119,14 @@ def test_mistakes(cheap, paper, tmp_path, words, message):
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("seeds", [(), ("--json",), ("x",), ("1.5",), ("1", "--json", "--seeds")])
+def test_seeds_that_are_none(cheap, paper, tmp_path, seeds):
+    """Without a value it would have run every row with no seed at all."""
+    status, out, err = paper("cheap", "--seeds", *seeds)
+    assert status == 2 and "--seeds takes whole numbers" in err and err.count("\n") == 1 and not out
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_row_that_lacks_something_does_not_stop_the_others(cheap, paper, tmp_path):
     status, out, err = paper("quick-only", "cheap")
     assert status == 1 and "quick-only cannot be measured" in err and "0 hold, 1 do not" in out

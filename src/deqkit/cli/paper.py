@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -72,10 +73,14 @@ class Paper(Command):
                 waiting = "" if word in flags or "=" in word else word
             elif waiting == "--seeds" and options[-1] != waiting and not word[:1].isdigit():
                 waiting = ""
+            if waiting == "--seeds" and word not in (waiting, "None") and not word.isdigit():
+                raise ValueError(f"--seeds takes whole numbers, got {word!r}")
             is_row = not word.startswith("-") and not waiting
             (rows if is_row else options).append(word)
             if word != waiting and waiting != "--seeds":
                 waiting = ""
+        if options[-1:] == ["--seeds"] or any(a == "--seeds" and b.startswith("-") for a, b in pairwise(options)):
+            raise ValueError("--seeds takes whole numbers: name one or more, or leave it out")
         return None, [*rows, *options]
 
     def run(self) -> int:

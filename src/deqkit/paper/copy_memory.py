@@ -137,13 +137,7 @@ def longer(
                 "y": "test loss",
                 "log_x": True,
                 "log_y": True,
-                "series": [
-                    *(
-                        {"label": label, "x": list(lengths), "y": [p["loss"] for p in of]}
-                        for label, of in points.items()
-                    ),
-                    chances,
-                ],
+                "series": [*(_losses(label, of) for label, of in points.items()), chances],
             },
         },
         remark="Asked: at twice the length at most half of chance. The model recalls by the distance between "
