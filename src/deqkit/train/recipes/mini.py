@@ -111,6 +111,8 @@ def _mini_lstm(config: TrainConfig) -> TrainConfig:
     half = (5 * width + 8) / 8
     hidden_width = round(math.sqrt(half**2 + (num_rest - width) / 4) - half)
     cell = RecurrentConfig(unit="lstm", input_width=width, hidden_width=hidden_width, output_width=width)
+    # 400 steps end lower with twice this rate (the row learning-rates), all 2,400 do not: on Penn Treebank at a
+    # validation perplexity of 106.3 instead of 104.8.
     lstm = baseline(
         config,
         cell,
