@@ -1,11 +1,14 @@
 """The rows about solves on tiny models, what decides them, and the instruments on maps with known answers."""
 
+import math
+
 import pytest
 import torch
 
 from deqkit.paper import behaviour, stability, stacking
 from deqkit.paper.behaviour import through_training
 from deqkit.paper.solves import (
+    ROUNDING,
     Equation,
     account,
     equation_of,
@@ -152,6 +155,20 @@ def test_turns_tell_an_oscillation():
     assert turns(affine(0.5 * torch.eye(3), shift), depth=6) == pytest.approx([1.0] * 5)
 
 
+def test_turns_end_where_steps_are_rounding():
+    """In float32 the steps of a contraction by -0.5 are noise, or nothing, long before the 200th."""
+    generator = torch.Generator().manual_seed(0)
+    shift = torch.randn(4, 50, generator=generator)
+    halving = turns(affine(-0.5 * torch.eye(50), shift), depth=200)
+    assert halving == pytest.approx([-1.0] * len(halving), abs=1e-2)
+    assert len(halving) == pytest.approx(math.log2(1 / ROUNDING), abs=2)
+    slow = torch.tensor([-0.5, -0.9, -0.9, -0.9])[:, None]
+    mixed = Equation(
+        lambda z, b, a: a * z + b, torch.zeros_like(shift), (shift, slow)
+    )  # one is at rest before the rest
+    assert len(turns(mixed, depth=200)) > 2 * len(halving)
+
+
 def test_traces_of_a_contraction_fall_by_its_factor():
     trace = median_traces(affine(0.5 * torch.eye(3), torch.ones(2, 3)), {"plain": FixedPointIteration()}, depth=8)[
         "plain"
@@ -220,13 +237,13 @@ def test_the_untrained_model_is_where_training_began(setting):
     assert "step 12 of 12, corpus corpus" in describe(run) or "step 6 of 12" in describe(run)
 
 
-def test_growth_is_decided_by_both_norms(setting, monkeypatch):
+def test_growth_is_decided_by_the_norm_and_the_evaluations(setting, monkeypatch):
     workshop, scale = setting
     values = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
 
     def norms(model, task, scale, *, sign=1.0):
         value = next(values)
-        return {"operator norm": value, "spectral radius": sign * value, "residual": 0.0}
+        return {"operator norm": value, "evaluations": sign * value, "spectral radius": -value, "residual": 0.0}
 
     monkeypatch.setattr(stability, "_jacobian", norms)
     assert stability.jacobian_growth(workshop, scale=scale).holds is True

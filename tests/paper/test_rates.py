@@ -4,19 +4,24 @@ from dataclasses import replace
 
 import pytest
 
+from deqkit.paper import rates
 from deqkit.paper.measure import Contender
-from deqkit.paper.rates import FACTORS, MODELS, learning_rates, short
-from deqkit.paper.workshop import Workshop
+from deqkit.paper.rates import FACTORS, MODELS, TRELLISNETS, learning_rates, short
+from deqkit.paper.workshop import Workshop, training_hash
 from deqkit.train.recipes import RECIPES, layers
+from deqkit.train.run_folder import RunFolder, read_metrics
 from paper.tiny_scale import check_outcome
 from train.runs import tiny
+
+LONG = 12
+"""Steps of a training to its end."""
 
 
 @pytest.fixture(scope="module")
 def search(corpus, tmp_path_factory):
-    """Two models: one whose rate is far too low, so that twice the rate is better, and one at its best."""
-    slow = tiny(corpus, optimiser={"lr": 1e-4}, devices={"warmup_steps": 3})
-    stack = replace(layers(tiny(corpus), 2, tied=True), recipe="stack")
+    """Two models: one whose rate is far too low, so that twice the rate is better, and one near its best."""
+    slow = replace(tiny(corpus, optimiser={"lr": 1e-4}, devices={"warmup_steps": 3}), steps=LONG)
+    stack = replace(layers(tiny(corpus), 2, tied=True), recipe="stack", steps=LONG)
     workshop = Workshop(runs=tmp_path_factory.mktemp("runs"))
 
     def run(tuned):
@@ -48,12 +53,47 @@ def test_every_rate_is_trained_and_the_verdict_is_of_the_recipes(search):
     slow = numbers["rates"]["slow"]
     assert slow[2]["perplexity"] < slow[1]["perplexity"] < slow[0]["perplexity"]
     assert outcome.holds is False and run(tuned=2.0).holds is True
-    folder = workshop.runs / "tiny-4-steps-lr-0.0002-seed-0"
-    assert folder.is_dir() and len(list(workshop.runs.iterdir())) == 2 * len(FACTORS)
+    assert (workshop.runs / "tiny-4-steps-lr-0.0002-seed-0").is_dir()
+
+
+def test_a_rate_that_short_trainings_prefer_is_trained_to_the_end(search):
+    workshop, run = search
+    outcome = run(tuned=1.0)
+    slow = outcome.numbers["to the end"]["slow"]
+    assert [one["factor"] for one in slow] == [1.0, 2.0] and "slow trained to the end" in outcome.measured
+    for one, name in zip(slow, ("tiny-seed-0", "tiny-lr-0.0002-seed-0"), strict=True):
+        folder = RunFolder(workshop.runs / name)
+        assert folder.config().optimiser.lr == one["lr"] and folder.config().steps == LONG
+        evaluations = [record for record in read_metrics(folder.metrics) if record["kind"] == "valid"]
+        assert one["perplexity"] == min(record["perplexity"] for record in evaluations)
+        assert evaluations[-1]["step"] == LONG
+    assert outcome.numbers["above the lowest at the end"]["slow"] > 1.0  # so the row does not hold
+    satisfied = run(tuned=2.0)
+    assert satisfied.numbers["to the end"] == {} and "to the end" not in satisfied.measured
+
+
+def test_what_is_better_at_the_end_decides(search, monkeypatch):
+    """A recipe's rate that is worse in short trainings, and better in long ones, suits it."""
+    _, run = search
+
+    def better(workshop, config, trials):
+        return [{**one, "perplexity": 10.0 if one["factor"] == 1.0 else 11.0} for one in trials]
+
+    monkeypatch.setattr(rates, "_to_the_end", better)
+    assert run(tuned=1.0).holds is True
+
+
+def test_what_was_measured_before_is_not_trained_again(corpus, tmp_path):
+    config = tiny(corpus)
+    workshop = Workshop(runs=tmp_path, reusable={training_hash(config): {"valid": {"perplexity": 5.0}}})
+    trial = {"factor": 1.0, "lr": config.optimiser.lr, "perplexity": 9.0}
+    assert rates._to_the_end(workshop, config, [trial]) == [{**trial, "perplexity": 5.0}]
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_models_of_the_comparison_are_searched(tmp_path):
     names = [one.label for one in MODELS]
     assert names == ["DEQ-Transformer", "tied stack of 16", "untied stack of 4", "LSTM"]
+    assert [one.label for one in TRELLISNETS] == ["DEQ-TrellisNet", "tied stack of 60"]
     with pytest.raises(ValueError, match="ptb is needed"):
         MODELS[0].config(Workshop(runs=tmp_path, data=tmp_path))

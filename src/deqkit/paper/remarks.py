@@ -29,7 +29,7 @@ from deqkit.train.recipes import layers
 # B samples, T positions, D width
 
 SHALLOW = (2, 1)
-"""Layers of the shallow stacks: the paper's example, and at full length a single one too."""
+"""Layers of the shallow stacks: the paper's example, and a single one."""
 PIECES = (1, 2, 4)
 SAME = 1e-8
 """Relative difference at which two float64 gradients count as equal: solves to 1e-12 amplified by (I - J)^-1."""
@@ -59,7 +59,7 @@ def shallow_plateau(workshop: Workshop, *, scale: Scale) -> Outcome:
     configs = {
         "DEQ": config,
         _layers(deep.model.depth): deep,
-        **{_layers(n): shallow(config, n) for n in (SHALLOW if scale.max_batches is None else SHALLOW[:1])},
+        **{_layers(n): shallow(config, n) for n in SHALLOW},
     }
     runs = {name: workshop.trained(one) for name, one in configs.items()}
     found = {name: _quality(workshop, run, scale) for name, run in runs.items()}
@@ -69,7 +69,9 @@ def shallow_plateau(workshop: Workshop, *, scale: Scale) -> Outcome:
     return Outcome(
         measured="test perplexity: "
         + ", ".join(f"{name} {one['perplexity']:.1f}" for name, one in found.items())
-        + f"; {names[2]}: {ratios[names[2]]:.3f} of the worse of the first two; in the last third of training "
+        + "; "
+        + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        + " of the worse of the first two; in the last third of training "
         + ", ".join(f"{name} {one['last third']:.1%}" for name, one in found.items() if one["last third"] is not None)
         + " down in validation",
         scale=describe(*runs.values()),
@@ -123,6 +125,7 @@ def subsequence_gradient(workshop: Workshop, *, scale: Scale) -> Outcome:
             "evaluations": {str(n): found[n].forward["evaluations"]["mean"] for n in PIECES},
             "bytes": {str(n): _memory(run, subsequences=n) for n in PIECES},
             "bytes of one layer": _memory(run, depth=1),
+            "bytes without context": {str(n): _memory(run, subsequences=n, mem_len=1) for n in PIECES},
         }
     exact = all(d <= SAME for one in numbers.values() for d in one["difference"].values())
     ratios = {kind: max(one["bytes"].values()) / one["bytes"]["1"] for kind, one in numbers.items()}
@@ -130,7 +133,7 @@ def subsequence_gradient(workshop: Workshop, *, scale: Scale) -> Outcome:
         measured="; ".join(
             f"{kind}: gradients in {', '.join(one['difference'])} pieces differ from those of the whole by "
             f"{', '.join(f'{d:.0e}' for d in one['difference'].values())}; peak of a training step "
-            f"{', '.join(f'{b / 2**20:.1f}' for b in one['bytes'].values())} MiB in {', '.join(one['bytes'])} pieces, "
+            f"{_mib(one['bytes'])} MiB in {', '.join(one['bytes'])} pieces, "
             f"{one['bytes of one layer'] / 2**20:.1f} with f applied once"
             for kind, one in numbers.items()
         ),
@@ -139,8 +142,21 @@ def subsequence_gradient(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=exact and all(ratio <= NO_MORE for ratio in ratios.values()),
         numbers={**numbers, "exact": exact, "memory ratios": ratios, "bars": {"same": SAME, "memory": NO_MORE}},
         remark=f"Holds if the gradients are equal (to {SAME:g}) and no number of pieces takes more than {NO_MORE:g} of "
-        "the memory of the whole. Beyond one application of f a solve holds its pairs and temporaries.",
+        "the memory of the whole. Beyond one application of f a solve holds its pairs and temporaries. "
+        + _without_context(numbers["transformer"]["bytes without context"]),
     )
+
+
+def _without_context(num_bytes: Mapping[str, int]) -> str:
+    return (
+        "Every piece of a transformer has keys and values of all positions before it, also of those before the "
+        f"sequence. Tried: a context of a single position there, with {_mib(num_bytes)} MiB in "
+        f"{', '.join(num_bytes)} pieces."
+    )
+
+
+def _mib(num_bytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{b / 2**20:.1f}" for b in num_bytes.values())
 
 
 def _memory(run: LoadedRun, **settings: Any) -> int:

@@ -24,6 +24,9 @@ from deqkit.train.tasks import AbstractTask, TextTask
 
 PLOTTED = 1e-7
 """Residuals below this are rounding in float32, and are drawn here."""
+ROUNDING = 1e-5
+"""Steps that are shorter than this share of the state have no direction in float32: each of its numbers is rounded to
+some 1e-7 of its size, and so is everything that f computes from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +120,22 @@ def evals_to(trace: Sequence[float], residual: float) -> int | None:
 
 @torch.no_grad()
 def turns(equation: Equation, *, depth: int) -> list[float]:
-    """The cosine between each step of plain iteration and the one before, the median over samples.
+    """The cosine between each step of plain iteration and the one before, the median over the samples that still move.
 
-    +1: it goes on in one direction; -1: it goes back to where it came from, as an oscillation does.
+    +1: it goes on in one direction; -1: it goes back to where it came from, as an oscillation does. A sample is at rest
+    from its first step on that is rounding; the list ends when most are.
     """
     packing = Packing.of(equation.start, causal=False)
     z, before, cosines = packing.pack(equation.start), None, []
+    moves = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
     for _ in range(depth):
         after = packing.pack(equation.f(packing.unpack(z), *equation.args))
         step = (after - z).flatten(1)
+        moves &= torch.linalg.vector_norm(step, dim=1) > ROUNDING * torch.linalg.vector_norm(after.flatten(1), dim=1)
+        if 2 * int(moves.sum()) < len(moves):
+            break
         if before is not None:
-            cosines.append(float(torch.cosine_similarity(step, before, dim=1).median()))
+            cosines.append(float(torch.cosine_similarity(step, before, dim=1)[moves].median()))
         z, before = after, step
     return [cosine for cosine in cosines if math.isfinite(cosine)]
 

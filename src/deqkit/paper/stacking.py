@@ -36,6 +36,7 @@ def _follow(run: LoadedRun, *, length: int, scale: Scale) -> dict[str, Any]:
         "evaluations": {name: evals_to(trace, SOLVED) for name, trace in traces.items()},
         "last": {name: trace[-1] for name, trace in traces.items()},
         "turn": statistics.fmean(late) if late else None,
+        "turns": len(cosines),
     }
 
 
@@ -122,9 +123,7 @@ def appendix_d(workshop: Workshop, *, scale: Scale) -> Outcome:
     panels = [
         {
             "title": name,
-            **figure(
-                x="evaluations of f", y="relative residual (stacked: change by a layer)", log_y=True, series=_panel(of)
-            ),
+            **figure(x="evaluations of f", y="relative residual", log_y=True, series=_panel(of)),
         }
         for name, of in found.items()
     ]
@@ -151,7 +150,8 @@ def appendix_d(workshop: Workshop, *, scale: Scale) -> Outcome:
         },
         remark="Asked: the trellis comes to rest (the change falls to a tenth at every T), the transformer comes to "
         "rest or circles around a point that Broyden's method finds, its steps turn back (a cosine below "
-        f"{TURNING:g}), and Broyden needs fewer evaluations than stacking on it. Comes to rest: transformer "
+        f"{TURNING:g}, over the later half of the layers until steps are rounding), and Broyden needs fewer "
+        "evaluations than stacking on it. A stack's residual is its change by a layer. Comes to rest: transformer "
         f"{_yes(converges['transformer'])}, trellis {_yes(converges['trellis'])}; turns back: {_yes(oscillates)}; "
         f"Broyden is quicker: transformer {_yes(easier['transformer'])}, trellis {_yes(easier['trellis'])} (of which "
         "the paper says nothing: information moves on by a kernel's width with every evaluation, whoever asks for it). "
