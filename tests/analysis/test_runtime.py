@@ -227,6 +227,24 @@ def test_memory_is_carried_until_a_new_context():
     assert again is not None and expected is not None and torch.equal(again, expected)
 
 
+def test_a_step_in_bfloat16_is_that_of_autocast(without_onednn):
+    """Model and penalty; the backward pass is outside, as in training."""
+    seen: list[bool] = []
+
+    def penalty(output, number):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        assert output.loss is not None
+        output.loss.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+
+    model, (batch,) = SequenceModel(make_config()), batches(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(batch.tokens_BT, batch.targets_BT).loss
+    losses = [Stepper(model, training=True, bf16=bf16, penalty=penalty).step(batch).loss for bf16 in (True, False)]
+    assert losses[0] is not None and losses[1] is not None
+    assert torch.equal(losses[0], expected) and not torch.equal(losses[1], expected)
+    assert seen == [True, False, False, False]
+
+
 def test_steps_go_round_and_mistakes_are_told():
     model = SequenceModel(make_config())
     step = Stepper(model, training=False).over(take(batches(5), 2))

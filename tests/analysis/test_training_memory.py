@@ -37,16 +37,23 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("body_only", [True, False], ids=["body", "whole"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_an_abstract_run_needs_what_a_real_one_needs(model, body_only):
-    torch.manual_seed(0)
+def test_an_abstract_run_needs_what_a_real_one_needs(model, body_only, bf16, without_onednn):
     planned, measured = (
-        training_memory(model, batch=BATCH, length=LENGTH, body_only=body_only, abstract=abstract)
+        training_memory(model, batch=BATCH, length=LENGTH, body_only=body_only, abstract=abstract, bf16=bf16)
         for abstract in (True, False)
     )
     assert planned.peak == pytest.approx(measured.peak, rel=0.05)
     assert planned.parameters == measured.parameters
+
+
+def test_bfloat16_keeps_less_for_the_backward_pass():
+    layers = replace(TRANSFORMER, depth=16)
+    full, half = (training_memory(layers, batch=BATCH, length=LENGTH, bf16=bf16) for bf16 in (False, True))
+    assert full.parameters == half.parameters  # which stay in float32
+    assert 0.5 < half.activations / full.activations < 0.9
 
 
 def test_the_meter_against_a_count_by_hand():

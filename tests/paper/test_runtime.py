@@ -84,6 +84,13 @@ def test_a_measurement_leaves_the_weights(setting):
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.model.state_dict().items())
 
 
+def test_a_training_is_timed_in_its_own_arithmetic(setting):
+    workshop, scale = setting
+    run = workshop.trained(scale.transformer(workshop))
+    assert runtime.training_options(run.config, run.model)["bf16"] is False
+    assert runtime.training_options(replace(run.config, precision="bf16"), run.model)["bf16"] is True
+
+
 def test_penalties_are_those_of_training(setting):
     workshop, scale = setting
     run = workshop.trained(scale.transformer(workshop))

@@ -44,6 +44,7 @@ class Stepper:
         optimiser: torch.optim.Optimizer | None = None,
         clip: float = 0.0,
         penalty: Penalty | None = None,
+        bf16: bool = False,
     ) -> None:
         """
         Args:
@@ -51,8 +52,9 @@ class Stepper:
             optimiser: updates the weights in training; None leaves them as they are.
             clip: largest norm of the gradient; 0 for no limit.
             penalty: what training adds to the loss.
+            bf16: run the model in bfloat16, under autocast, as training does that asks for it.
         """
-        self.model, self.training = model, training
+        self.model, self.training, self.bf16 = model, training, bf16
         self.optimiser, self.clip, self.penalty = optimiser, clip, penalty
         self.num_steps = 0
         self._memory: Any = None
@@ -69,17 +71,22 @@ class Stepper:
         self.model.train(self.training)
         with torch.set_grad_enabled(self.training):
             memory = None if batch.new_context else self._memory
-            output = self.model(batch.tokens_BT, batch.targets_BT, memory)
+            with self._arithmetic():
+                output = self.model(batch.tokens_BT, batch.targets_BT, memory)
             if self.training:
                 self._learn(output, enter)
         self._memory = output.memory
         self.num_steps += 1
         return output
 
+    def _arithmetic(self) -> torch.autocast:
+        return torch.autocast(next(self.model.parameters()).device.type, torch.bfloat16, enabled=self.bf16)
+
     def _learn(self, output: ModelOutput, enter: Callable[[str], None]) -> None:
         assert output.loss is not None
         enter("penalty")
-        added = None if self.penalty is None else self.penalty(output, self.num_steps)
+        with self._arithmetic():
+            added = None if self.penalty is None else self.penalty(output, self.num_steps)
         if added is not None:
             added.backward(retain_graph=True)
         enter("softmax")  # the backward pass begins at the loss; hooks tell how far it has come

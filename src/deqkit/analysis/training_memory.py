@@ -20,6 +20,8 @@ from deqkit.solve import Tolerance
 
 # B samples, T positions, D width
 
+_Forward = tuple[Any, Tensor, Tensor | None]
+"""What a forward pass leaves alive, and from where the backward pass begins, in which direction."""
 _FOREVER = Tolerance(rtol=0.0)
 
 
@@ -41,13 +43,14 @@ class TrainingMemory:
 
 
 def training_memory(
-    config: ModelConfig, *, batch: int, length: int, body_only: bool = False, abstract: bool = True
+    config: ModelConfig, *, batch: int, length: int, body_only: bool = False, abstract: bool = True, bf16: bool = False
 ) -> TrainingMemory:
     """The peak of one forward and backward pass that runs every solve to its step limit, memory filled.
 
     Args:
         body_only: leave out embedding and softmax, as the paper does.
         abstract: run without numbers, which needs no memory and little time. False measures the real thing.
+        bf16: run the model in bfloat16, under autocast.
     """
     config = replace(config, tol=_FOREVER, adjoint=_to_the_limit(config.adjoint))
     counts = _class_counts(config.vocabulary, batch * length)
@@ -57,11 +60,13 @@ def training_memory(
         model.train()
         owners: nn.Module = nn.ModuleList(model.cells) if body_only else model
         parameters = list(owners.parameters())
-        step = _body_step(model, batch, length) if body_only else _whole_step(model, batch, length, abstract=abstract)
+        run = _body(model, batch, length) if body_only else _whole(model, batch, length, abstract=abstract)
         meter = _PeakMeter()
         with meter:
-            kept = step()
-        del kept
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                kept, result, direction = run()
+            result.backward(direction)
+        del kept, result, direction
         return meter.report(parameters)
 
 
@@ -77,30 +82,28 @@ def _small_vocabulary(config: ModelConfig) -> SequenceModel:
     return SequenceModel(replace(config, vocabulary=vocabulary))
 
 
-def _body_step(model: SequenceModel, batch: int, length: int) -> Callable[[], Any]:
+def _body(model: SequenceModel, batch: int, length: int) -> Callable[[], _Forward]:
     x_BTD = torch.randn(batch, length, model.embedding.width, requires_grad=True)
     memory = _full_memory(model, x_BTD)
     direction = torch.randn(batch, length, model.cells[-1].output_width)
 
-    def step() -> Any:
+    def run() -> _Forward:
         output = model.run_body(x_BTD, memory)
-        output.hidden.backward(direction)
-        return output
+        return output, output.hidden, direction
 
-    return step
+    return run
 
 
-def _whole_step(model: SequenceModel, batch: int, length: int, *, abstract: bool) -> Callable[[], Any]:
+def _whole(model: SequenceModel, batch: int, length: int, *, abstract: bool) -> Callable[[], _Forward]:
     tokens, targets = (_tokens(model, batch, length, abstract=abstract) for _ in range(2))
     memory = _full_memory(model, torch.empty(batch, 1, model.embedding.width))
 
-    def step() -> Any:
+    def run() -> _Forward:
         output = model(tokens, targets, memory)
         assert output.loss is not None
-        output.loss.backward()
-        return output
+        return output, output.loss, None
 
-    return step
+    return run
 
 
 def _tokens(model: SequenceModel, batch: int, length: int, *, abstract: bool) -> Tensor:

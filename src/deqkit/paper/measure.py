@@ -99,7 +99,8 @@ def _memory(config: TrainConfig) -> dict[str, float]:
     stages = [config.model]
     if config.devices.warmup_steps:
         stages.append(shallow_model(config))
-    peaks = [training_memory(_few_steps(model), batch=batch, length=length).peak / MIB for model in stages]
+    options: dict[str, Any] = {"batch": batch, "length": length, "bf16": config.precision == "bf16"}
+    peaks = [training_memory(_few_steps(model), **options).peak / MIB for model in stages]
     return {"training_memory_mib": max(peaks), "last_stage_memory_mib": peaks[0]}
 
 

@@ -59,7 +59,8 @@ def training_options(config: TrainConfig, model: SequenceModel) -> dict[str, Any
     optimiser = make_optimiser(config.optimiser, model.parameters())
     set_lr(optimiser, 0.0)
     penalty = penalty_of(config.regulariser) if config.model.depth == "equilibrium" else None
-    return {"optimiser": optimiser, "clip": config.optimiser.clip, "penalty": penalty}
+    bf16 = config.precision == "bf16"
+    return {"optimiser": optimiser, "clip": config.optimiser.clip, "penalty": penalty, "bf16": bf16}
 
 
 def stacked(config: TrainConfig, model: SequenceModel, depth: int, *, tied: bool) -> tuple[TrainConfig, SequenceModel]:
