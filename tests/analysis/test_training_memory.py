@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from deqkit.adjoint import Implicit
+from deqkit.analysis.memory import peak_memory
 from deqkit.analysis.memory_bench import MemoryBenchConfig, run_memory_bench
-from deqkit.analysis.training_memory import _PeakMeter, training_memory
+from deqkit.analysis.training_memory import _body, _PeakMeter, inference_memory, training_memory
 from deqkit.layers import TransformerConfig, TrellisConfig, VocabularyConfig
-from deqkit.model import ModelConfig
-from deqkit.solve import Broyden
+from deqkit.model import ModelConfig, SequenceModel
+from deqkit.solve import Broyden, Tolerance
 
 BATCH, LENGTH = 6, 24
 TRANSFORMER = ModelConfig(
@@ -73,6 +74,19 @@ def test_the_equilibrium_does_not_grow_with_its_step_limit():
         for limit in (20, 80)
     )
     assert few.peak == pytest.approx(many.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("model", [TRANSFORMER, TRELLIS], ids=["transformer", "trellis"])
+def test_inference_keeps_no_graph_whatever_the_step_limit(model):
+    sizes: dict[str, int] = {"batch": BATCH, "length": LENGTH}
+    few, many = (inference_memory(replace(model, eval_max_steps=limit), **sizes) for limit in (20, 80))
+    assert few == pytest.approx(many, rel=0.02)
+    assert few < training_memory(replace(model, max_steps=20), **sizes, body_only=True).peak
+    config = replace(model, eval_max_steps=20, eval_tol=Tolerance(rtol=0.0, patience=100))
+    real = SequenceModel(config).eval()
+    parameters = sum(p.numel() * p.element_size() for cell in real.cells for p in cell.parameters())
+    with torch.no_grad():
+        assert few == pytest.approx(peak_memory(_body(real, **sizes)).peak_bytes + parameters, rel=0.05)
 
 
 def test_the_benchmark_reports_what_it_measured():

@@ -132,6 +132,20 @@ def test_memory_rows_follow_their_figures(tmp_path):
     assert less.holds is True and "0.60" in less.measured
 
 
+@pytest.mark.parametrize(("inference", "holds"), [((1.0, 1.01), True), ((1.0, 1.5), False)])
+def test_constant_memory_is_of_training_and_of_prediction(inference, holds, tmp_path):
+    workshop = Workshop(runs=tmp_path)
+    for name in (memory.TRELLIS_PTB, "transformer-small"):
+        for limit, share in zip((10, 20), inference, strict=True):
+            workshop.kept[("memory", f"{name}, {limit} steps")] = 3 * memory.MIB
+            workshop.kept[("memory", f"{name}, {limit} steps, inference")] = int(share * memory.MIB)
+    for depth in memory.DEPTHS:
+        for label in ("layers", "layers, checkpointing"):
+            workshop.kept[("memory", f"{label} at {depth}")] = depth * memory.MIB
+    outcome = memory.constant(workshop, limits=(10, 20))
+    assert outcome.holds is holds and "adds 1 MiB in training" in outcome.measured
+
+
 def test_memory_is_measured(tmp_path):
     workshop = Workshop(runs=tmp_path)
     found = memory.equilibrium(workshop, "trellis-ptb", 3)

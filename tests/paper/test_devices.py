@@ -7,6 +7,7 @@ import torch
 
 from deqkit.paper import devices
 from deqkit.paper.solves import sample_text
+from deqkit.paper.subjects import untrained
 from paper.tiny_scale import check_outcome, make_workshop
 
 
@@ -49,13 +50,14 @@ def test_trainings_differ_in_one_thing(setting, monkeypatch):
     assert changes["subsequences"].model.subsequences == 2 and changes["subsequences"].devices == plain.devices
 
 
-def training(*, first=6.0, last=8.0, seconds=10.0, work=1000.0, perplexity=100.0, backward=0.5):
+def training(*, first=6.0, last=8.0, seconds=10.0, work=1000.0, perplexity=100.0, backward=0.5, unconverged=0.0):
     return {
         "step": [1, 2],
         "forward": [first, last],
         "backward": [backward * first, backward * last],
         "first quarter": {"forward": first, "backward": backward * first},
         "last quarter": {"forward": last, "backward": backward * last},
+        "unconverged, last quarter": unconverged,
         "seconds": seconds,
         "work": work,
         "perplexity": perplexity,
@@ -74,6 +76,12 @@ def decided(check, setting, monkeypatch, plain, other):
 def test_weight_norm_is_decided_by_growth(last, holds, setting, monkeypatch):
     other = training(first=6.0, last=last)
     assert decided(devices.weight_norm, setting, monkeypatch, training(), other).holds is holds
+
+
+def test_solves_that_end_at_their_limit_are_told(setting, monkeypatch):
+    other = training(first=15.0, last=15.0, unconverged=0.987)
+    told = decided(devices.weight_norm, setting, monkeypatch, training(), other).measured
+    assert told.count("of the last quarter's solves at their limit") == 1 and "(99% of the last" in told
 
 
 @pytest.mark.parametrize(
@@ -128,8 +136,17 @@ def found(evals, loss=3.0, converged=1.0):
     [(found(5.0), True), (found(9.0), False), (found(5.0, 3.2), False), (found(5.0, converged=0.2), None)],
 )
 def test_pieces_must_be_easier_and_give_the_same(pieces, holds, setting, monkeypatch):
-    monkeypatch.setattr(devices, "_in_pieces", lambda run, count, scale: pieces if count > 1 else found(8.0))
-    assert decided(devices.subsequences, setting, monkeypatch, training(), training()).holds is holds
+    workshop, scale = setting
+    begun = untrained(workshop.trained(scale.transformer(workshop))).state_dict()
+
+    def in_pieces(run, count, scale):
+        if all(torch.equal(tensor, begun[name]) for name, tensor in run.model.state_dict().items()):
+            return found(20.0 / count)
+        return pieces if count > 1 else found(8.0)
+
+    monkeypatch.setattr(devices, "_in_pieces", in_pieces)
+    outcome = decided(devices.subsequences, setting, monkeypatch, training(), training())
+    assert outcome.holds is holds and "before training 20.0 in 1, 5.0 in 4" in outcome.measured
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_gains_act_on_the_state_and_not_on_the_input(setting):
 
 
 def state(size, solved):
-    return {"size": size, "solved": solved}
+    return {"size": size, "solved": solved, "norm": size}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from deqkit.adjoint import OneStep
 from deqkit.deq import DEQ
 from deqkit.paper import equalities, theorems
-from deqkit.paper.equalities import TanhCell, block_matrices, dense_gradients, relative_difference
+from deqkit.paper.equalities import TanhCell, block_matrices, dense_gradients, relative_difference, side_by_side
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import FixedPointIteration, Tolerance
 from paper.tiny_scale import check_outcome
@@ -28,6 +28,11 @@ def test_holds(claim, workshop):
     outcome = claim.quick(workshop)
     check_outcome(outcome)
     assert outcome.holds is True
+
+
+def test_sides_are_compared_where_the_first_is_largest():
+    ours, theirs = torch.tensor([[0.0, -3.0], [2.0, 0.5]]), torch.tensor([[9.0, 1.0], [-2.0, 0.0]])
+    assert side_by_side([ours], [theirs], count=2) == ["-3.00000000, +2.00000000", "+1.00000000, -2.00000000"]
 
 
 @pytest.mark.parametrize("claim", theorems.CLAIMS[:3], ids=lambda claim: claim.row)

@@ -1,4 +1,4 @@
-"""What one training step of a model holds at its peak, and what it holds it for."""
+"""What one training step of a model holds at its peak, and what for; what a pass without gradients holds."""
 
 from __future__ import annotations
 
@@ -68,6 +68,19 @@ def training_memory(
             result.backward(direction)
         del kept, result, direction
         return meter.report(parameters)
+
+
+@torch.no_grad()
+def inference_memory(config: ModelConfig, *, batch: int, length: int) -> int:
+    """The bytes at the peak of a pass of the body without gradients, solves to their limit, memory filled."""
+    config = replace(config, eval_tol=_FOREVER)
+    with abstract_tensors():
+        model = _small_vocabulary(config).eval()
+        run = _body(model, batch, length)
+        meter = MemoryMeter()
+        with meter:
+            run()
+        return meter.peak_bytes + sum(p.numel() * p.element_size() for p in nn.ModuleList(model.cells).parameters())
 
 
 def _to_the_limit(adjoint: Any) -> Any:

@@ -15,7 +15,7 @@ from deqkit.model import SequenceModel
 from deqkit.paper.behaviour import through_training
 from deqkit.paper.claim import Claim, Outcome
 from deqkit.paper.solves import account, curve, figure, sample_text
-from deqkit.paper.subjects import Scale, at_both_scales, changed, describe, is_transformer
+from deqkit.paper.subjects import Scale, at_both_scales, changed, describe, is_transformer, untrained
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Solution, Tolerance
 from deqkit.train.config import DeviceConfig, TrainConfig
@@ -74,9 +74,14 @@ def _pair(
 def _told(name: str, one: dict[str, Any]) -> str:
     return (
         f"{name}: {one['first quarter']['forward']:.1f} to {one['last quarter']['forward']:.1f} evaluations, "
-        f"{one['first quarter']['backward']:.1f} to {one['last quarter']['backward']:.1f} products, "
-        f"{one['seconds']:.0f} s of a processor, test perplexity {one['perplexity']:.1f}"
+        f"{one['first quarter']['backward']:.1f} to {one['last quarter']['backward']:.1f} products"
+        f"{_told_limit(one)}, {one['seconds']:.0f} s of a processor, test perplexity {one['perplexity']:.1f}"
     )
+
+
+def _told_limit(one: dict[str, Any]) -> str:
+    share = one["unconverged, last quarter"]
+    return f" ({share:.0%} of the last quarter's solves at their limit)" if share >= 1 - MOSTLY else ""
 
 
 def _curves(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -107,7 +112,8 @@ def weight_norm(workshop: Workshop, *, scale: Scale) -> Outcome:
             "figure": _curves({"without weight norm": plain, "with weight norm": normed}),
         },
         remark="One seed each. Growth is the difference between the first and the last quarter of a training, cut off "
-        f"at its limit of {config.model.max_steps} evaluations.",
+        f"at its limit of {config.model.max_steps} evaluations (and one more, of which the graph is kept): where "
+        "solves end at the limit, the growth is larger than what is seen.",
     )
 
 
@@ -224,6 +230,8 @@ def subsequences(workshop: Workshop, *, scale: Scale) -> Outcome:
     runs, whole, halves = _pair(workshop, scale, "2-subsequences", change)
     solved = workshop.trained(scale.transformer(workshop))
     pieces = {count: _in_pieces(solved, count, scale) for count in _powers_of_two(MOST_PIECES)}
+    before = replace(solved, model=untrained(solved))
+    at_first = {count: _in_pieces(before, count, scale) for count in (1, MOST_PIECES)}
     one, many = pieces[1], pieces[MOST_PIECES]
     easier = many["evaluations"]["mean"] < one["evaluations"]["mean"]
     counts = min(found["converged"] for found in pieces.values()) >= MOSTLY
@@ -235,20 +243,23 @@ def subsequences(workshop: Workshop, *, scale: Scale) -> Outcome:
             f"{found['evaluations']['max']}), loss {found['loss']:.3f}"
             for count, found in pieces.items()
         )
+        + "; before training "
+        + ", ".join(f"{found['evaluations']['mean']:.1f} in {count}" for count, found in at_first.items())
         + f"; {_told('trained whole', whole)}; {_told('in halves', halves)}",
         scale=f"{scale.num_samples} test sequences of {scale.long_length} to a residual of {PIECES_TOL.rtol:g}; "
         f"{describe(solved, *runs)}",
         holds=easier and same if counts else None,
         numbers={
             "pieces": {str(count): found for count, found in pieces.items()},
+            "pieces before training": {str(count): found for count, found in at_first.items()},
             "trained whole": whole,
             "trained in halves": halves,
             "easier": easier,
             "same loss": same,
         },
         remark=f"Pieces are of {solved.config.recipe}. An evaluation of a piece costs a share of one of the whole. The "
-        f"paper speaks of lengths above 1000; models were trained on {config.data.length} positions and as many of "
-        "memory.",
+        "paper speaks of lengths above 1000 and of the beginning of training; models were trained on "
+        f"{config.data.length} positions and as many of memory.",
     )
 
 

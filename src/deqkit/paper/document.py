@@ -34,6 +34,10 @@ that is what is shown. Quick versions use what deqkit carries with it: small mod
 corpus. They show that a check works, and little about the size of an effect. The time of a row is that of the check: a
 model that was there already, trained for this row before or for another one, is not counted in it.
 
+Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian, in the
+backward solve; a *leak* is how much a change of later text changes the loss of earlier text. A row is *open* if it was
+measured and nothing follows: two models are as good as each other, or too few solves converged.
+
 Rows on Penn Treebank, WikiText-2 or WikiText-103 want the corpus: `deqkit data prepare ptb --from RAW --out data/ptb`,
 where RAW is a folder with train.txt, valid.txt and test.txt.
 """

@@ -64,9 +64,12 @@ def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> flo
     return float((apart / size).sqrt())
 
 
-def shown(values: Sequence[Tensor], *, count: int = 3) -> str:
-    """The first entries of the first tensor, to eight places."""
-    return ", ".join(f"{value:+.8f}" for value in values[0].detach().flatten()[:count].tolist())
+def side_by_side(*sides: Sequence[Tensor], count: int = 3) -> list[str]:
+    """The largest entries that the first tensor of the first side has, and what every other side has there, to eight
+    places."""
+    flat = [side[0].detach().flatten() for side in sides]
+    places = flat[0].abs().topk(count).indices
+    return [", ".join(f"{value:+.8f}" for value in values[places].tolist()) for values in flat]
 
 
 def problems() -> dict[str, tuple[nn.Module, Tensor]]:

@@ -277,8 +277,8 @@ FULL_TRELLIS = (
 )
 EMBEDDED, PTB, WIKITEXT_2 = "the embedded corpus", "Penn Treebank", "WikiText-2"
 SMALL_CLAIM = (
-    "with as many parameters and the same data, a DEQ-Transformer has a lower test perplexity than 16 tied layers of "
-    "its cell and than 4 layers of their own"
+    "with as many parameters (but for a learned start of its solves) and the same data, a DEQ-Transformer has a lower "
+    "test perplexity than 16 tied layers of its cell and than 4 layers of their own"
 )
 SMALL_PAPER = "WikiText-103, small: DEQ 32.4, tied 16 layers 34.9, 4 layers 35.8"
 BEST = "The best test perplexity that we know a core to reach in that time with each. "

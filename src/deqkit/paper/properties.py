@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from deqkit.analysis import peak_memory
 from deqkit.model import SequenceModel
 from deqkit.paper.claim import Claim, Outcome
-from deqkit.paper.solves import Equation, account, curve, equation_of, figure, finite, sample_text
+from deqkit.paper.solves import Equation, account, curve, equation_of, figure, finite, operator_norm, sample_text
 from deqkit.paper.stability import LENGTH, MAX_STEPS, SOLVED, with_scheme
 from deqkit.paper.subjects import Scale, at_both_scales, describe
 from deqkit.paper.workshop import Workshop
@@ -139,7 +139,9 @@ def stable_cell(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark=f"Size: root mean square of the output after {MAX_STEPS} layers. Solved: share of samples that Broyden "
         f"brings to {SOLVED.rtol:g} within {MAX_STEPS} evaluations. Holds if with the constraint outputs stay bounded "
         f"and without it they do not, and if without it fewer solves end in an equilibrium. The weights that act on "
-        "the state are scaled, the injection is not.",
+        "the state are scaled, the injection is not. ||J||: the operator norm of the Jacobian where Broyden's method "
+        "ended. The paper says that these functions help to make f contractive, which it is where ||J|| is below "
+        "1.",
     )
 
 
@@ -163,7 +165,8 @@ def _behaviour(model: SequenceModel, equation: Equation) -> dict[str, Any]:
         z = equation.f(z, *equation.args)
     (cell,) = model.cells
     size = float(cell.output(z).square().mean().sqrt())
-    return {"size": finite(size), "solved": account([solution])["converged"]}
+    norm = float(operator_norm(equation, solution.z).mean())
+    return {"size": finite(size), "solved": account([solution])["converged"], "norm": finite(norm)}
 
 
 def _verdicts(constrained: Any, free: Any) -> dict[str, bool]:
@@ -177,9 +180,12 @@ def _verdicts(constrained: Any, free: Any) -> dict[str, bool]:
 
 
 def _told(of: Mapping[str, Mapping[str, Any]]) -> str:
-    sizes = ", ".join("overflow" if one["size"] is None else f"{one['size']:.2g}" for one in of.values())
+    sizes, norms = (
+        ", ".join("overflow" if one[what] is None else f"{one[what]:.2g}" for one in of.values())
+        for what in ("size", "norm")
+    )
     solved = ", ".join(f"{one['solved']:.0%}" for one in of.values())
-    return f"size {sizes} and solved {solved}"
+    return f"size {sizes}, ||J|| {norms} and solved {solved}"
 
 
 CLAIMS: tuple[Claim, ...] = (
@@ -193,7 +199,7 @@ CLAIMS: tuple[Claim, ...] = (
     at_both_scales(
         stable_cell,
         row="stable-cell",
-        where="section 3.2, the choice of f",
+        where="section 3.2, the choice of f; section 5, initialisation",
         claim="to be solved reliably f must be stable and constrained, as it is by layer normalisation and gates",
         paper="-",
         full_time="minutes",

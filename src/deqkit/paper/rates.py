@@ -153,7 +153,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         row="learning-rates-trellisnet",
         where="table 2, at our scale",
-        claim="so are both TrellisNets",
+        claim="both TrellisNets are trained with a learning rate that suits them",
         paper="-",
         full=partial(learning_rates, contenders=TRELLISNETS, text="Penn Treebank", steps=200),
         full_time="three quarters of an hour of one core",

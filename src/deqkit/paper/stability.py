@@ -291,7 +291,7 @@ CLAIMS: tuple[Claim, ...] = (
         row="initialisation",
         where="section 5, initialisation",
         claim="any common scheme with small values does to begin with",
-        paper="not sensitive; N(0, 0.05) was used",
+        paper="not sensitive, as long as the operator norm of the weights is small; N(0, 0.05) was used",
         full_time="minutes",
     ),
     at_both_scales(

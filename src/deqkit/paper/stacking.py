@@ -79,8 +79,8 @@ def figure_2_right(workshop: Workshop, *, scale: Scale) -> Outcome:
         },
         remark=f"Asked: at most {QUICKER:.0%} of the evaluations of either; open where they need as many. A cosine "
         f"near -1 means that layers undo each other: an oscillation, if below {TURNING:g}. Here the stack "
-        f"{_oscillates(oscillates['stack'])}, the DEQ's cell stacked {_oscillates(oscillates['DEQ'])}, which the paper "
-        "says may be and which decides nothing here.",
+        f"{_oscillates(oscillates['stack'])} and the DEQ's cell stacked {_oscillates(oscillates['DEQ'])}. The paper "
+        "says that stacking may oscillate; the verdict does not depend on it.",
     )
 
 

@@ -26,7 +26,7 @@ from deqkit.paper.equalities import (
     implicit_gradients,
     problems,
     relative_difference,
-    shown,
+    side_by_side,
     touched,
     unrolled_gradients,
 )
@@ -76,7 +76,8 @@ def theorem_1(workshop: Workshop) -> Outcome:
         z, ours = implicit_gradients(cell, x)
         others = {"dense": dense_gradients(cell, x, z), f"{NUM_LAYERS} layers": unrolled_gradients(cell, x)}
         for part, which in (("inputs", slice(1)), ("parameters", slice(1, None))):
-            rows.append([f"{name}, {part}", *(shown(grads[which]) for grads in (ours, *others.values()))])
+            sides = [grads[which] for grads in (ours, *others.values())]
+            rows.append([f"{name}, {part}", *side_by_side(*sides)])
         numbers[name] = {
             "norm of the gradient": float(torch.cat([g.flatten() for g in ours]).norm()),
             **{
@@ -89,8 +90,8 @@ def theorem_1(workshop: Workshop) -> Outcome:
         }
     errors = {other: _worst(numbers, other) for other in ("dense", f"{NUM_LAYERS} layers")}
     return Outcome(
-        measured=f"{rows[0][0]}: the gradient begins with {rows[0][1]}, the right side with J_g as a matrix with "
-        f"{rows[0][2]}, backpropagation through {NUM_LAYERS} tied layers with {rows[0][3]}; largest relative "
+        measured=f"{rows[0][0]}: the largest entries of the gradient are {rows[0][1]}, of the right side with J_g as a "
+        f"matrix {rows[0][2]}, of backpropagation through {NUM_LAYERS} tied layers {rows[0][3]}; largest relative "
         f"difference over all cells, inputs and parameters {_small(errors['dense'])} from the matrix, "
         f"{_small(errors[f'{NUM_LAYERS} layers'])} from the layers",
         scale="float64; tanh cell of width 10, transformer cell of width 8 and 6 positions",
@@ -105,7 +106,7 @@ def theorem_1(workshop: Workshop) -> Outcome:
             },
         },
         remark="Untrained cells, on which plain iteration converges, or the unrolled network would be no reference. "
-        f"The table has the first entries of each. {EXAMPLE}",
+        f"The table has the largest entries of each. {EXAMPLE}",
     )
 
 
@@ -133,7 +134,7 @@ def theorem_2(workshop: Workshop) -> Outcome:
         inputs = [x, *touched(first, apart), *seconds[name].parameters()]
         grads = [torch.autograd.grad(z, inputs, direction(z)) for z in (together, apart)]
         for part, sides in (("state", [[apart], [together]]), ("gradient of x", [grads[1], grads[0]])):
-            rows.append([f"{name}, then a tanh cell: {part}", *map(shown, sides)])
+            rows.append([f"{name}, then a tanh cell: {part}", *side_by_side(*sides)])
         numbers[f"{name}, then a tanh cell"] = {
             "state": relative_difference([together], [apart]),
             "gradients": relative_difference(*grads),
@@ -149,7 +150,7 @@ def theorem_2(workshop: Workshop) -> Outcome:
             "bar": SAME,
             "table": {"columns": ["", "one after the other", "one equilibrium of one cell"], "rows": rows},
         },
-        remark=f"The table has the first entries of each. {EXAMPLE}",
+        remark=f"The table has the largest entries of each. {EXAMPLE}",
     )
 
 
@@ -173,8 +174,8 @@ def theorem_3(workshop: Workshop) -> Outcome:
     tied = cell.initial_state(x)
     for _ in layers:
         tied = cell(tied, x)
-    rows = [["the network", shown([hidden[-1]])], ["block matrices", shown([state[:, -sizes[-1] :]])]]
-    rows.append(["`tie`", shown([tied[-1]])])
+    outputs = side_by_side([hidden[-1]], [state[:, -sizes[-1] :]], [tied[-1]])
+    rows = [list(row) for row in zip(("the network", "block matrices", "`tie`"), outputs, strict=True)]
     by_matrices = float((state - torch.cat(hidden, 1)).abs().max())
     by_cell = float((torch.cat(tied, 1) - torch.cat(hidden, 1)).abs().max())
     moved = float((torch.cat(cell(tied, x), 1) - torch.cat(tied, 1)).abs().max())
@@ -191,7 +192,7 @@ def theorem_3(workshop: Workshop) -> Outcome:
             "width of the state": int(bias.numel()),
             "hidden units of the network": sum(sizes[1:]),
             "bar": SAME,
-            "table": {"columns": ["", "first outputs"], "rows": rows},
+            "table": {"columns": ["", "largest outputs"], "rows": rows},
         },
         remark=EXAMPLE,
     )
