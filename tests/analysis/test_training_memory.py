@@ -1,6 +1,7 @@
 """Planned memory against measured memory, and the figures of `bench memory`."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_the_equilibrium_does_not_grow_with_its_step_limit():
 
 @pytest.mark.parametrize("model", [TRANSFORMER, TRELLIS], ids=["transformer", "trellis"])
 def test_inference_keeps_no_graph_whatever_the_step_limit(model):
-    sizes: dict[str, int] = {"batch": BATCH, "length": LENGTH}
+    sizes: dict[str, Any] = {"batch": BATCH, "length": LENGTH}
     few, many = (inference_memory(replace(model, eval_max_steps=limit), **sizes) for limit in (20, 80))
     assert few == pytest.approx(many, rel=0.02)
     assert few < training_memory(replace(model, max_steps=20), **sizes, body_only=True).peak
