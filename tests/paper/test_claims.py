@@ -39,6 +39,12 @@ def test_a_row_is_complete(claim):
         assert claim.full_time
 
 
+def test_what_has_no_quick_version():
+    """In a few steps higher learning rates always win."""
+    without = [claim.row for claim in CLAIMS if claim.quick is None]
+    assert without == ["learning-rates", "learning-rates-trellisnet"]
+
+
 @pytest.mark.parametrize("model", [size.recipe for size in elsewhere.SIZES])
 def test_full_sizes_name_a_command_that_exists(model):
     (claim,) = [claim for claim in CLAIMS if claim.row == f"table-{'2' if model.startswith('ptb') else '3'}-{model}"]

@@ -294,6 +294,11 @@ def test_the_quick_lstm_has_the_size_of_the_demo(workshop):
     assert lstm.total == pytest.approx(demo.total - demo.start, rel=0.01)
 
 
+def test_the_quick_lstm_for_as_long_differs_in_its_steps_alone(workshop):
+    short, long = language.quick_lstm(workshop), language.quick_lstm_as_long(workshop)
+    assert long == replace(short, recipe="demo-lstm-long", steps=4 * short.steps)
+
+
 def test_copy_memory_at_another_length(workshop):
     config = replace(tiny("copy-memory"), recipe="tiny-copy")
     outcome = copy_memory.longer(workshop, config=lambda workshop: config, lengths=(5, 10), growth=(2, 2))

@@ -240,6 +240,12 @@ def quick_lstm(workshop: Workshop) -> TrainConfig:
     )
 
 
+def quick_lstm_as_long(workshop: Workshop) -> TrainConfig:
+    """That LSTM for about the time of the demo."""
+    config = quick_lstm(workshop)
+    return replace(config, recipe="demo-lstm-long", steps=4 * config.steps)
+
+
 def _on(corpus: str, recipe: str) -> Callable[[Workshop], TrainConfig]:
     return lambda workshop: workshop.recipe(recipe, corpus=corpus)
 
@@ -269,6 +275,7 @@ QUICK_TRELLIS = (
     Contender(label=f"{TIED} of 20", config=lambda workshop: layers(trellis_demo(workshop), 20, tied=True)),
 )
 QUICK_LSTM = (Contender(label=DEQ, config=_demo), Contender(label=LSTM, config=quick_lstm))
+QUICK_LONG = (Contender(label=DEQ, config=_demo), Contender(label=LSTM, config=quick_lstm_as_long))
 FULL_TRELLIS = (
     Contender(label="DEQ-TrellisNet", config=_on("ptb", "ptb-deq-trellisnet-mini"), seeds=TRELLIS_SEEDS, paper=57.1),
     Contender(
@@ -276,6 +283,7 @@ FULL_TRELLIS = (
     ),
 )
 EMBEDDED, PTB, WIKITEXT_2 = "the embedded corpus", "Penn Treebank", "WikiText-2"
+ONE_EMBEDDED = f"{EMBEDDED}, of which there is one: this is the quick check of the row before"
 SMALL_CLAIM = (
     "with as many parameters (but for a learned start of its solves) and the same data, a DEQ-Transformer has a lower "
     "test perplexity than 16 tied layers of its cell and than 4 layers of their own"
@@ -313,6 +321,7 @@ CLAIMS: tuple[Claim, ...] = (
         where="table 3, the small models",
         claim=f"{SMALL_CLAIM}: on a second corpus",
         paper=SMALL_PAPER,
+        quick=partial(small_models, contenders=QUICK_SMALL, text=ONE_EMBEDDED),
         full=partial(
             small_models,
             contenders=_small("wikitext-2", "wikitext-2-mini", deq=32.4, tied=34.9, untied=35.8),
@@ -335,6 +344,7 @@ CLAIMS: tuple[Claim, ...] = (
         where="table 2, at our scale",
         claim="trained for as long, a DEQ is ahead of an LSTM of the same size, which sees more text in that time",
         paper="57.1 with 24 million parameters on GPUs",
+        quick=partial(against_lstm, contenders=QUICK_LONG, text=EMBEDDED, as_long=True),
         full=partial(
             against_lstm,
             contenders=_with_lstm("ptb", "ptb-mini-long", "ptb-mini-lstm-long", LONG_SEEDS),
@@ -349,6 +359,7 @@ CLAIMS: tuple[Claim, ...] = (
         where="table 3, at our scale",
         claim="trained for as long, a DEQ is ahead of an LSTM of the same size, which sees more text in that time",
         paper="- (the paper has WikiText-103)",
+        quick=partial(against_lstm, contenders=QUICK_LONG, text=ONE_EMBEDDED, as_long=True),
         full=partial(
             against_lstm,
             contenders=_with_lstm("wikitext-2", "wikitext-2-mini-long", "wikitext-2-mini-lstm-long", LONG_SEEDS),
