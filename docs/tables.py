@@ -136,6 +136,16 @@ def compiled() -> str:
     )
 
 
+def bf16() -> str:
+    results = read("bench_runtime_bf16")
+    times = 1 / results["comparison"]["training"]["ratios"]["DEQ, bf16"]["ratio"]
+    return prose(
+        f"In bf16 (`--precision bf16`) a training step of `{results['config']['subject']}` takes {times:.2f} times as "
+        f"long as in float32 on a processor that has instructions for it ({results['machine']['cpu']}; `deqkit bench "
+        "runtime RUN --bf16`, `results/bench_runtime_bf16.json`, one thread). Inference is in float32 in any case."
+    )
+
+
 def length() -> str:
     rows, told = [], []
     for model, name in LENGTHS.items():
@@ -194,6 +204,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "runtime": runtime,
     "ratios": ratios,
     "compiled": compiled,
+    "bf16": bf16,
     "trellisnet": trellisnet,
     "length": length,
     "generation": generation,

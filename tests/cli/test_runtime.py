@@ -42,6 +42,17 @@ def test_a_run(tmp_path, corpus, capsys):
         assert set(results["comparison"][phase]["ratios"]) == {"2 tied layers", "2 untied layers"}
 
 
+def test_bfloat16_is_timed_in_training(tmp_path, corpus, capsys, without_onednn):
+    train(tiny(corpus), RunFolder(tmp_path / "run"))
+    out = tmp_path / "runtime.json"
+    assert main(["bench", "runtime", str(tmp_path / "run"), *FEW, "--bf16", "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    layers = {"2 tied layers", "2 untied layers"}
+    assert set(results["comparison"]["training"]["ratios"]) == {*layers, "DEQ, bf16"}
+    assert set(results["comparison"]["inference"]["ratios"]) == layers
+    assert results["config"]["precision"] == "float32"
+
+
 def test_a_recipe_is_untrained_and_says_so(tmp_path, corpus, capsys, monkeypatch):
     monkeypatch.setitem(RECIPES, "tiny", lambda: tiny(""))
     words = ["bench", "runtime", "tiny", "--data", corpus, *FEW, "--out", str(tmp_path / "out.json")]

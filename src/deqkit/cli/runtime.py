@@ -44,6 +44,8 @@ class BenchRuntime(Command):
     """Threads torch may use."""
     compile: bool = False
     """Time the DEQ with its cell compiled as well."""
+    bf16: bool = False
+    """Time the DEQ's training in bfloat16 as well; all else is then in float32, whatever the run was trained in."""
     clock: Literal["cpu", "wall"] = "cpu"
     """For the comparison: processor time, which a busy machine disturbs least, or wall time."""
     out: Path = Path("results/bench_runtime.json")
@@ -77,6 +79,8 @@ class BenchRuntime(Command):
     def _measure(
         self, config: TrainConfig, model: SequenceModel, task: AbstractTask, step: int | None, show: OnProgress
     ) -> dict[str, Any]:
+        if self.bf16:
+            config = replace(config, precision="float32")
         show("breakdown", 0, 3)
         parts = breakdowns(config, model, task, self.steps)
         models = {"DEQ": (config, model)}
@@ -85,8 +89,12 @@ class BenchRuntime(Command):
             models[name] = stacked(config, model, self.layers, tied=tied)
         if self.compile:
             models["DEQ, compiled"] = compiled_copy(config, model)
+        if self.bf16:
+            models["DEQ, bf16"] = replace(config, precision="bf16"), model
         compared = {}
         for number, (phase, batches) in enumerate(phases(config, task, self.rounds + 1).items(), 1):
+            if phase == "inference":  # which is in float32 for every model
+                models.pop("DEQ, bf16", None)
 
             def on_round(done: int, total: int, *, phase: str = phase, number: int = number) -> None:
                 show(f"{phase}, round {done + 1} of {total}", number, 3)
@@ -95,6 +103,7 @@ class BenchRuntime(Command):
             compared[phase] = compare_models(models, batches, training=phase == "training", **settings)
         options = {"subject": config.recipe, "step": step, "layers": self.layers, "rounds": self.rounds}
         options |= {"steps": self.steps, "threads": self.threads, "clock": self.clock, "compile": self.compile}
+        options |= {"bf16": self.bf16, "precision": config.precision}
         return {
             **results_header(benchmark="bench runtime", seed=config.seed, config=options),
             "breakdown": parts,
