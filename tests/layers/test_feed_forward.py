@@ -1,6 +1,5 @@
 """The feed-forward that never holds its hidden layer, against the same three lines of torch."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -101,15 +100,6 @@ def test_a_product_with_the_jacobian_computes_no_gradient_of_the_weights(monkeyp
     monkeypatch.setattr(feed_forward._WeightGradient, "add", lambda *_: calls.append(1))
     torch.autograd.grad(value.sum(), x, retain_graph=True)
     assert calls == []
-
-
-@pytest.fixture
-def without_onednn():
-    """bfloat16 products of oneDNN use AMX, which some virtual machines announce but do not have."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
 
 
 @masks

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -109,15 +108,6 @@ def test_dtypes_follow_the_model(kind, depth):
     again = single.double()(tokens(), TARGETS)
     torch.testing.assert_close(again.nll, expected.nll, rtol=1e-4, atol=1e-4)
     assert again.nll.dtype == torch.float64
-
-
-@pytest.fixture
-def without_onednn():
-    """bfloat16 products of oneDNN use AMX, which some virtual machines announce but do not have."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
 
 
 @both
