@@ -133,7 +133,7 @@ def ptb_mini_long() -> TrainConfig:
 
 def ptb_mini_lstm_long() -> TrainConfig:
     """ptb-mini-lstm for the time of ptb-mini-long, in which it sees more text."""
-    return _with_dropout(_long(ptb_mini_lstm(), steps=36_000, lr=4e-3), words=0.4)
+    return _with_dropout(_long(ptb_mini_lstm(), steps=36_000, lr=4e-3), words=0.35)
 
 
 def wikitext_2_mini_long() -> TrainConfig:
