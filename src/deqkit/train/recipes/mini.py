@@ -145,9 +145,10 @@ def wikitext_2_mini_lstm_long() -> TrainConfig:
     """wikitext-2-mini-lstm for the time of wikitext-2-mini-long, in which it sees more text."""
     config = wikitext_2_mini_lstm()
     # Its validation perplexity is 149 with a decay of 0.3 (8,000 steps, dropout 0.3) and 131 with 0.1 (10,000 steps,
-    # dropout 0.2). The DEQ's is 137 with 0.3 and 157 with 0.1 (4,000 steps).
+    # dropout 0.2). The DEQ's is 137 with 0.3 and 157 with 0.1 (4,000 steps). With dropout 0.35 it is 127 after 44,000
+    # steps, and the loss in training stays above validation's.
     config = replace(config, optimiser=replace(config.optimiser, weight_decay=0.1))
-    return _with_dropout(_long(config, steps=44_000, lr=4e-3), words=0.35)
+    return _with_dropout(_long(config, steps=22_000, lr=4e-3), words=0.2)
 
 
 def _long(config: TrainConfig, *, steps: int, lr: float) -> TrainConfig:
