@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,8 @@ def training_costs(
     """Processor seconds of each contender's training, by its label.
 
     Minutes that trainings took are of different days, machines and company. The time of a step does not depend on the
-    weights if its solves take as many evaluations and products as training did, so untrained models will do.
+    weights if its solves take as many evaluations and products as training did, so untrained models will do. One
+    thread: a second one that waits for the first costs processor time too, and an LSTM makes it wait most.
     """
     stages: dict[str, tuple[str, int]] = {}
     models: dict[str, tuple[TrainConfig, SequenceModel]] = {}
@@ -40,12 +42,23 @@ def training_costs(
     first = next(iter(models.values()))[0]
     batches = phases(first, make_task(first), ROUNDS)["training"]
     workshop.tell(f"time of a step: {'; '.join(models)}")
-    compared = compare_models(models, batches, training=True, rounds=ROUNDS)
+    with _one_thread():
+        compared = compare_models(models, batches, training=True, rounds=ROUNDS)
     costs = dict.fromkeys((label for label, _ in stages.values()), 0.0)
     for key, (label, num_steps) in stages.items():
         data = models[key][0].data
         costs[label] += num_steps * data.batch * data.length * compared["seconds"][key]["median"]
     return costs
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _stages(config: TrainConfig, run: dict[str, Any]) -> Iterator[tuple[str, int, TrainConfig]]:

@@ -147,8 +147,8 @@ def against_lstm(
         holds=holds,
         numbers={**_numbers(found, unigram), "standing": state, "cost": cost, "costs": costs},
         remark=f"{what}Ahead: by more than {LEVEL - 1:.0%}, as much as seeds of one model differ by. Processor time: "
-        "steps of both, as they were in training, timed in turn in one run, times their number; minutes in the table "
-        f"are of different days.{told_rates(workshop, contenders)}{told_shallow(workshop, contenders)}{told}",
+        "steps of both, as they were in training, timed in turn on one thread, times their number; minutes in the "
+        f"table are of different days.{told_rates(workshop, contenders)}{told_shallow(workshop, contenders)}{told}",
     )
 
 
@@ -367,8 +367,9 @@ CLAIMS: tuple[Claim, ...] = (
             contenders=_with_lstm("wikitext-2", "wikitext-2-mini-long", "wikitext-2-mini-lstm-long", LONG_SEEDS),
             text=f"{WIKITEXT_2}, an hour or so of one core each",
             what=f"{BEST}With a third of the weight decay the LSTM is far better than before (this row at commit "
-            "1e01b46), and the DEQ, which was tried, far worse. Tried with the DEQ too: half the batch and twice the "
-            "steps, a little better for as much text, in a fifth more time. ",
+            "1e01b46), and the DEQ, which was tried, far worse. Tried too: with the DEQ half the batch and twice the "
+            "steps, a little better for as much text, in a fifth more time; with the LSTM twice the steps and more "
+            "dropout, worse. ",
             as_long=True,
         ),
         full_time="two hours and a half",
