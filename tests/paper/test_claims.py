@@ -142,8 +142,8 @@ def test_memory_rows_follow_their_figures(tmp_path):
 def test_constant_memory_is_of_training_and_of_prediction(inference, holds, tmp_path):
     workshop = Workshop(runs=tmp_path)
     for name in (memory.TRELLIS_PTB, "transformer-small"):
-        for limit, share in zip((10, 20), inference, strict=True):
-            workshop.kept[("memory", f"{name}, {limit} steps")] = 3 * memory.MIB
+        for training, limit, share in zip((10, 20), memory.INFERENCE_STEPS, inference, strict=True):
+            workshop.kept[("memory", f"{name}, {training} steps")] = 3 * memory.MIB
             workshop.kept[("memory", f"{name}, {limit} steps, inference")] = int(share * memory.MIB)
     for depth in memory.DEPTHS:
         for label in ("layers", "layers, checkpointing"):
