@@ -212,8 +212,8 @@ def constant(workshop: Workshop, *, limits: Sequence[int]) -> Outcome:
     series += [{"label": "equilibrium, inference", "x": list(INFERENCE_STEPS), "y": predicting["transformer-small"]}]
     series += [{"label": label, "x": list(DEPTHS), "y": values} for label, values in stacked.items()]
     return Outcome(
-        measured=f"from {limits[0]} to {limits[-1]} steps in training, {INFERENCE_STEPS[0]} to {INFERENCE_STEPS[-1]} in "
-        "inference: "
+        measured=f"from {limits[0]} to {limits[-1]} steps in training, {INFERENCE_STEPS[0]} to {INFERENCE_STEPS[-1]} "
+        "in inference: "
         + ", ".join(
             f"{name} {change:+.1%} and {changes_in_inference[name]:+.1%} "
             f"({by_limit[name][-1]:,.0f} and {predicting[name][-1]:,.0f} MiB)"
