@@ -1,12 +1,14 @@
 """The search of learning rates, on tiny trainings."""
 
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import pytest
 
-from deqkit.paper import rates
+from deqkit.paper import language, rates
 from deqkit.paper.measure import Contender
-from deqkit.paper.rates import FACTORS, MODELS, TRELLISNETS, learning_rates, short
+from deqkit.paper.rates import FACTORS, learning_rates, short
 from deqkit.paper.workshop import Workshop, training_hash
 from deqkit.train.recipes import RECIPES, layers
 from deqkit.train.run_folder import RunFolder, read_metrics
@@ -91,9 +93,17 @@ def test_what_was_measured_before_is_not_trained_again(corpus, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_models_of_the_comparison_are_searched(tmp_path):
-    names = [one.label for one in MODELS]
-    assert names == ["DEQ-Transformer", "tied stack of 16", "untied stack of 4", "LSTM"]
-    assert [one.label for one in TRELLISNETS] == ["DEQ-TrellisNet", "tied stack of 60"]
-    with pytest.raises(ValueError, match="ptb is needed"):
-        MODELS[0].config(Workshop(runs=tmp_path, data=tmp_path))
+def test_all_models_that_are_compared_are_searched(tmp_path):
+    searched = [one for claim in rates.CLAIMS for one in cast(partial, claim.full).keywords["contenders"]]
+    compared = (
+        *language.SMALL_ON_PTB,
+        *language.SMALL_ON_WIKITEXT_2,
+        *language.LSTM_ON_PTB,
+        *language.FULL_TRELLIS,
+    )
+    corpora = Workshop(runs=tmp_path, data=tmp_path)
+    for contender in compared:
+        with pytest.raises(ValueError, match="is needed"):
+            contender.config(corpora)
+    # Of ptb-mini there are two contenders, with the same training.
+    assert [one.label for one in compared if one not in searched] == [language.DEQ]

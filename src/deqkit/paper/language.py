@@ -276,6 +276,9 @@ QUICK_TRELLIS = (
 )
 QUICK_LSTM = (Contender(label=DEQ, config=_demo), Contender(label=LSTM, config=quick_lstm))
 QUICK_LONG = (Contender(label=DEQ, config=_demo), Contender(label=LSTM, config=quick_lstm_as_long))
+SMALL_ON_PTB = _small("ptb", "ptb-mini", deq=32.4, tied=34.9, untied=35.8)
+SMALL_ON_WIKITEXT_2 = _small("wikitext-2", "wikitext-2-mini", deq=32.4, tied=34.9, untied=35.8)
+LSTM_ON_PTB = _with_lstm("ptb", "ptb-mini", "ptb-mini-lstm", SEEDS)
 FULL_TRELLIS = (
     Contender(label="DEQ-TrellisNet", config=_on("ptb", "ptb-deq-trellisnet-mini"), seeds=TRELLIS_SEEDS, paper=57.1),
     Contender(
@@ -312,7 +315,7 @@ CLAIMS: tuple[Claim, ...] = (
         quick=partial(small_models, contenders=QUICK_SMALL, text=EMBEDDED),
         full=partial(
             small_models,
-            contenders=_small("ptb", "ptb-mini", deq=32.4, tied=34.9, untied=35.8),
+            contenders=SMALL_ON_PTB,
             text=PTB,
             tried=TRIED,
         ),
@@ -326,7 +329,7 @@ CLAIMS: tuple[Claim, ...] = (
         quick=partial(small_models, contenders=QUICK_SMALL, text=ONE_EMBEDDED),
         full=partial(
             small_models,
-            contenders=_small("wikitext-2", "wikitext-2-mini", deq=32.4, tied=34.9, untied=35.8),
+            contenders=SMALL_ON_WIKITEXT_2,
             text=WIKITEXT_2,
             tried=TRIED,
         ),
@@ -338,7 +341,7 @@ CLAIMS: tuple[Claim, ...] = (
         claim="after as many steps a DEQ is ahead of an LSTM of the same size",
         paper="Penn Treebank, 24 million parameters: DEQ-TrellisNet 57.1, AWD-LSTM 58.8",
         quick=partial(against_lstm, contenders=QUICK_LSTM, text=EMBEDDED),
-        full=partial(against_lstm, contenders=_with_lstm("ptb", "ptb-mini", "ptb-mini-lstm", SEEDS), text=PTB),
+        full=partial(against_lstm, contenders=LSTM_ON_PTB, text=PTB),
         full_time="about an hour a seed",
     ),
     Claim(

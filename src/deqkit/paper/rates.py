@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.language import FULL_TRELLIS, LSTM_ON_PTB, SMALL_ON_PTB, SMALL_ON_WIKITEXT_2
 from deqkit.paper.measure import Contender
-from deqkit.paper.subjects import on_ptb
 from deqkit.paper.workshop import Workshop
 from deqkit.train.config import TrainConfig
 from deqkit.train.load import LoadedRun
@@ -123,23 +123,8 @@ def _shares(above: Mapping[str, float]) -> str:
     return ", ".join(f"{label} {ratio - 1:.1%}" for label, ratio in above.items())
 
 
-MODELS = tuple(
-    Contender(label=label, config=on_ptb(recipe))
-    for label, recipe in (
-        ("DEQ-Transformer", "ptb-mini"),
-        ("tied stack of 16", "ptb-mini-tied-16"),
-        ("untied stack of 4", "ptb-mini-untied-4"),
-        ("LSTM", "ptb-mini-lstm"),
-    )
-)
-
-TRELLISNETS = tuple(
-    Contender(label=label, config=on_ptb(recipe))
-    for label, recipe in (
-        ("DEQ-TrellisNet", "ptb-deq-trellisnet-mini"),
-        ("tied stack of 60", "ptb-deq-trellisnet-mini-tied-60"),
-    )
-)
+FEW_STEPS = 200
+"""Of trainings whose steps take long."""
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -147,15 +132,23 @@ CLAIMS: tuple[Claim, ...] = (
         where="tables 2 and 3, at our scale",
         claim="each of the models that are compared on Penn Treebank is trained with a learning rate that suits it",
         paper="-",
-        full=partial(learning_rates, contenders=MODELS, text="Penn Treebank"),
+        full=partial(learning_rates, contenders=(*SMALL_ON_PTB, LSTM_ON_PTB[1]), text="Penn Treebank"),
         full_time="an hour of one core",
+    ),
+    Claim(
+        row="learning-rates-wikitext-2",
+        where="table 3, at our scale",
+        claim="each of the models that are compared on WikiText-2 is trained with a learning rate that suits it",
+        paper="-",
+        full=partial(learning_rates, contenders=SMALL_ON_WIKITEXT_2, text="WikiText-2", steps=FEW_STEPS),
+        full_time="half an hour of one core",
     ),
     Claim(
         row="learning-rates-trellisnet",
         where="table 2, at our scale",
         claim="both TrellisNets are trained with a learning rate that suits them",
         paper="-",
-        full=partial(learning_rates, contenders=TRELLISNETS, text="Penn Treebank", steps=200),
+        full=partial(learning_rates, contenders=FULL_TRELLIS, text="Penn Treebank", steps=FEW_STEPS),
         full_time="three quarters of an hour of one core",
     ),
 )
