@@ -104,9 +104,12 @@ def test_seeds_that_may_be_trained_and_those_that_are(workshop, corpus):
     assert [c.seed for c in only.seeds_of(config, (0, 1, 2))] == [1, 2]
 
 
-def test_what_is_missing_is_named(workshop):
-    with pytest.raises(ValueError, match="ptb is needed, and not in .*: run `deqkit data prepare ptb"):
-        workshop.recipe("ptb-mini", corpus="ptb")
+def test_what_is_missing_is_named(workshop, tmp_path):
+    with pytest.raises(ValueError, match="ptb is needed, and data has no folder ptb: run `deqkit data prepare ptb"):
+        replace(workshop, data=None).recipe("ptb-mini", corpus="ptb")
+    with pytest.raises(ValueError, match="--data has no folder ptb: .* --out DATA/ptb`.* pass --data DATA") as told:
+        replace(workshop, data=tmp_path / "none").recipe("ptb-mini", corpus="ptb")
+    assert str(tmp_path) not in str(told.value)  # it is kept in results
     with pytest.raises(ValueError, match="did you mean 'ptb-mini'"):
         workshop.recipe("ptb-mimi")
 
