@@ -11,6 +11,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+RESULTS = sorted(ROOT.glob("results/**/*.json"))
+FOLDER_OF_ONE_MACHINE = re.compile(r"(?<![\w.~-])/(?:home|opt|root|tmp|Users|var|work)/")
 FENCE = re.compile(r"^```(py[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,3 +45,13 @@ def test_blocks_keep_their_line_and_no_run_is_skipped():
 def test_a_mistyped_fence_is_an_error():
     with pytest.raises(ValueError, match="norun"):
         python_blocks("```python norun\na = 1\n```\n")
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *RESULTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_folder_of_one_machine_is_named(path):
+    assert not FOLDER_OF_ONE_MACHINE.findall(path.read_text(encoding="utf-8"))
+
+
+def test_folders_of_one_machine_are_found():
+    assert FOLDER_OF_ONE_MACHINE.findall("not in /var/tmp/data or (/home/ann/x)") == ["/var/", "/home/"]
+    assert not FOLDER_OF_ONE_MACHINE.search("runs/tmp/x, ../work/y, https://host.org/var/z")
