@@ -79,7 +79,7 @@ def paper() -> str:
     for claim in find(PAPER_ROWS):
         result = results[claim.row]
         name = f"[{claim.row}](docs/paper.md#{claim.row})"
-        rows.append([name, claim.claim, claim.paper, result["measured"], told_verdict(result)])
+        rows.append([name, claim.claim, claim.paper, result["measured"], told_verdict(claim, result)])
     return table(("row", "claim", "paper", "here", "verdict"), rows)
 
 

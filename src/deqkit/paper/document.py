@@ -30,13 +30,19 @@ deqkit paper --document                       # write this page from results/
 ```
 
 All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
-that is what is shown. Quick versions use what deqkit carries with it: small models, short trainings, the embedded
-corpus. They show that a check works, and little about the size of an effect. The time of a row is that of the check: a
-model that was there already, trained for this row before or for another one, is not counted in it.
+that is what is shown. Quick checks use what deqkit carries with it: small models, short trainings, the embedded corpus.
+They show that a check works, and little about the size of an effect (those of memory count the paper's sizes, and differ
+from the full ones in their step limits alone). A complete check is all there is to a row. The time of a row is that of
+the check: a model that was there already, trained for this row before or for another one, is not counted in it.
 
-Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian, in the
-backward solve; a *leak* is how much a change of later text changes the loss of earlier text. A row is *open* if it was
-measured and nothing follows: two models are as good as each other, or too few solves converged.
+Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian J, in the
+backward solve; ||J|| is the largest singular value of J. A *stack* has layers in the place of an equilibrium: *tied* ones
+are one cell applied again and again, *untied* ones have weights of their own. A *shallow start* trains a stack of few tied
+layers first. *Compaction* lets samples leave the batch once they are solved; a *piece* is a part of a sequence that is
+solved after the one before. *Our penalty* is a term of the training loss that holds back eigenvalues of J beyond 1; the
+paper has none. A *leak* is how much a change of later text changes the loss of earlier text. Of two models one is *ahead*
+if it is better by more than 1 %, else they are *level*. A row is *open* if it was measured and nothing follows: two models
+are level, or too few solves converged.
 
 Rows on Penn Treebank, WikiText-2 or WikiText-103 want the corpus: `deqkit data prepare ptb --from RAW --out data/ptb`,
 where RAW is a folder with train.txt, valid.txt and test.txt.
@@ -102,7 +108,7 @@ def _summary(best: Mapping[str, Result], quick: Mapping[str, Result]) -> Iterato
         for claim in part.claims:
             result = best.get(claim.row)
             here = "-" if result is None else result["measured"]
-            cells = (f"[{claim.row}](#{claim.row})", claim.claim, claim.paper, here, told_verdict(result))
+            cells = (f"[{claim.row}](#{claim.row})", claim.claim, claim.paper, here, told_verdict(claim, result))
             yield f"| {' | '.join(map(_cell, cells))} |"
         yield ""
 
@@ -121,7 +127,7 @@ def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterato
         yield f"- Here: **not measured** so far{_why_not(claim)}"
     else:
         yield f"- Here: {result['measured']}"
-        yield f"- Verdict: {told_verdict(result)}"
+        yield f"- Verdict: {told_verdict(claim, result)}"
         yield f"- Scale: {result['scale'] or '-'}"
     yield f"- Command: {_commands(claim)}" if claim.is_checked else f"- Elsewhere: {told_elsewhere(claim)}"
     if result is not None and verdict(result) != "not measured":
@@ -168,12 +174,14 @@ def _commands(claim: Claim) -> str:
     return ", ".join(commands) or "-"
 
 
-def told_verdict(result: Result | None) -> str:
+def told_verdict(claim: Claim, result: Result | None) -> str:
     """The verdict, and on which check it rests if anything was measured; the same words wherever it is shown."""
     told = f"**{verdict(result)}**"
     if result is None or told == "**not measured**":
         return told
-    return f"{told} ({'at full length' if result['full'] else 'quick check'})"
+    if result["full"]:
+        return f"{told} (at full length)"
+    return f"{told} ({'complete check' if claim.full is None else 'quick check'})"
 
 
 def _provenance(result: Result) -> str:

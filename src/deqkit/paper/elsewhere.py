@@ -13,6 +13,8 @@ from deqkit.paper.workshop import Workshop
 from deqkit.train.recipes import RECIPES
 
 MILLION = 1e6
+PAR = 0.005
+"""Up to this share the paper calls two perplexities on par, or one slightly better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,14 +192,22 @@ def _commands(size: Size) -> tuple[str, ...]:
 
 def _full_size(size: Size) -> Claim:
     corpus = "Penn Treebank" if size.table == "2" else "WikiText-103"
+    beside = [other for other in SIZES if other.recipe.startswith(f"{size.recipe}-")]
     return Claim(
         row=f"table-{size.table}-{size.recipe}",
         where=f"table {size.table}",
-        claim=f"{size.model} on {corpus}, at full size",
-        paper=f"test perplexity {size.perplexity}",
+        claim=f"{size.model} on {corpus}, at full size"
+        + "".join(f", {_standing(size, other)} the {other.model}" for other in beside),
+        paper=f"test perplexity {size.perplexity}"
+        + "".join(f", {other.model} {other.perplexity}" for other in beside),
         quick=partial(not_here, size=size),
         elsewhere=_commands(size),
     )
+
+
+def _standing(size: Size, other: Size) -> str:
+    """What the paper's figures say of an equilibrium and its counterpart in layers."""
+    return "on par with" if abs(size.perplexity / other.perplexity - 1) <= PAR else "ahead of"
 
 
 def _cited(table: str) -> Claim:

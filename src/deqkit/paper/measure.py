@@ -28,7 +28,7 @@ COLUMNS = (
     "validation",
     "epochs",
     "minutes",
-    "training, µs a token",
+    "training, µs a token (after its shallow start)",
     "inference, µs a token",
     "evaluations / products",
     "training memory, MiB",
@@ -220,12 +220,17 @@ def _row(one: dict[str, Any]) -> list[str]:
         f"{validation:.1f}",
         mean("epochs", ".1f"),
         mean("minutes"),
-        mean("training_us_per_token"),
+        f"{mean('training_us_per_token')} ({_late(runs):.0f})",
         mean("inference_us_per_token"),
         solves,
         _memory_cell(runs[0]),
         f"{max(run['leak'] for run in runs):.1g}",
     ]
+
+
+def _late(runs: Sequence[dict[str, Any]]) -> float:
+    """Microseconds a token once the network has its full depth."""
+    return statistics.fmean(1e6 / run["late_tokens_per_second"] for run in runs)
 
 
 def _memory_cell(run: dict[str, Any]) -> str:

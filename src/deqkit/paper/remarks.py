@@ -87,8 +87,30 @@ def shallow_plateau(workshop: Workshop, *, scale: Scale) -> Outcome:
                 log_y=True,
             ),
         },
-        remark=f"Tied layers of the same cell, as many steps on the same data. Holds if each shallow stack ends at "
-        f"{MUCH:g} times the worse of the two other perplexities or more. One seed.",
+        remark="Tied layers of the same cell, as many steps on the same data."
+        f"{_told_start(config)} Holds if each shallow stack ends at {MUCH:g} times the worse of the two other "
+        "perplexities or more. One seed; nothing else was tried.",
+    )
+
+
+def auxiliary_effect(workshop: Workshop) -> Outcome:
+    return Outcome(
+        measured="not measured",
+        scale="-",
+        holds=None,
+        remark="The paper compares the two in a sentence, and trains no stack to show it. deqkit has no auxiliary "
+        "losses, so that it cannot either: what a loss of a shallower stack does to the gradient is in "
+        "`auxiliary-losses`.",
+    )
+
+
+def _told_start(config: TrainConfig) -> str:
+    devices = config.devices
+    if not devices.warmup_steps:
+        return ""
+    return (
+        f" The first {devices.warmup_steps:,} steps of the first two are those of a stack of {devices.warmup_depth} "
+        "layers: they differ in the rest alone."
     )
 
 
@@ -267,5 +289,14 @@ CLAIMS: tuple[Claim, ...] = (
         where="appendix E",
         claim="an auxiliary loss has nothing to be applied to, as an equilibrium has no layers",
         paper="it is not clear how",
+    ),
+    Claim(
+        row="auxiliary-losses-effect",
+        where="appendix D",
+        claim="auxiliary losses have an effect like that of solving for the equilibrium: the layers of a stack are "
+        "close to the target and to each other",
+        paper="in a certain sense; not measured",
+        quick=auxiliary_effect,
+        source="trainings of deep stacks with auxiliary losses, as in the publications that the paper cites",
     ),
 )

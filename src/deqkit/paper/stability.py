@@ -198,7 +198,8 @@ def paper_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
         + f"; backward (sqrt(T) 1e-8, mean loss) {backward['evaluations']['mean']:.0f} products "
         f"({backward['converged']:.0%}); test perplexity {relaxed['perplexity']:.2f} with {relaxed['evals']:.1f} "
         f"evaluations at inference's sqrt(T) 1e-2, {tight['perplexity']:.2f} with {tight['evals']:.1f} at training's",
-        scale=f"{forward[best]['solves']} test segments of {run.config.data.eval_length}; {describe(run)}",
+        scale=f"{forward[best]['solves']} test segments of {run.config.data.eval_length}, perplexities of their "
+        f"{tight['num_tokens']:,} tokens; {describe(run)}",
         holds=forward[best]["converged"] >= ALWAYS
         and backward["converged"] >= ALWAYS
         and relaxed["perplexity"] <= AS_GOOD * tight["perplexity"]
@@ -269,7 +270,7 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark="Holds if both ||J|| and the evaluations of the same solver grow over the "
         "training as in the paper. That one is the reason of the other is not shown: solves go by the eigenvalues of "
         "J too, which need not grow with its norm. Between start and end only the checkpoints that the runs kept are "
-        "seen.",
+        "seen. Nothing else was tried.",
     )
 
 

@@ -156,9 +156,15 @@ def describe(*runs: LoadedRun) -> str:
     """Models, data and length, for the scale of an outcome."""
     return "; ".join(
         f"{run.config.recipe} ({num_parameters(run.model).total / 1e6:.2g} million parameters, step {run.step} of "
-        f"{run.config.steps}, {Path(run.config.data.source).name} corpus, seed {run.config.seed})"
+        f"{run.config.steps}, {Path(run.config.data.source).name} corpus, seed {run.config.seed}"
+        f"{_told_commit(run)})"
         for run in runs
     )
+
+
+def _told_commit(run: LoadedRun) -> str:
+    commit = run.folder.read().get("commit")
+    return "" if commit is None else f", trained at commit {commit[:7]}"
 
 
 LABELS = {"penalised": "with our penalty", "plain": "as in the paper"}
