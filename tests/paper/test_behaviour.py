@@ -72,7 +72,8 @@ def test_figure_2_left_is_decided_by_the_records(last, backward, holds, setting,
     rising = [record(n, evals=e, backward=backward * e) for n, e in enumerate(torch.linspace(6, last, 20).tolist(), 1)]
     monkeypatch.setattr(type(workshop), "metrics", lambda self, run, kind="train": rising)
     outcome = behaviour.figure_2_left(workshop, scale=scale)
-    assert outcome.holds is holds and "16 steps, all of them at the equilibrium" in outcome.numbers["caption"]
+    assert outcome.holds is holds and "differ by the penalty alone" in outcome.numbers["caption"]
+    assert f"{rising[-1]['unconverged']:.0%} ended at the limit" in outcome.remark
 
 
 def points(name, pairs):

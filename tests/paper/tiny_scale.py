@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deqkit.paper.claim import Outcome
-from deqkit.paper.subjects import Scale, plain
+from deqkit.paper.subjects import Scale, penalised, plain
 from deqkit.paper.workshop import Workshop
 from deqkit.train.config import TrainConfig
 from deqkit.train.recipes import layers
@@ -37,7 +37,7 @@ def make_workshop(root: Path) -> tuple[Workshop, Scale]:
         trellis=lambda workshop: trellis(),
         trellis_layers=lambda workshop: layers(trellis(), 3, tied=True),
         plain=lambda workshop: plain(equilibrium(), steps=16, batch=4),
-        penalised=lambda workshop: equilibrium(),
+        penalised=lambda workshop: penalised(plain(equilibrium(), steps=16, batch=4), equilibrium().regulariser),
         max_batches=2,
         num_samples=2,
         depth=12,

@@ -31,18 +31,18 @@ deqkit paper --document                       # write this page from results/
 
 All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
 that is what is shown. Quick checks use what deqkit carries with it: small models, short trainings, the embedded corpus.
-They show that a check works, and little about the size of an effect (those of memory count the paper's sizes, and differ
-from the full ones in their step limits alone). A complete check is all there is to a row. The time of a row is that of
-the check: a model that was there already, trained for this row before or for another one, is not counted in it.
+They show that a check works, and little about the size of an effect (those of memory count the paper's sizes, and
+differ from the full ones in their step limits alone). A complete check is all there is to a row. The time of a row is
+that of the check: a model that was there already, trained for this row before or for another one, is not counted in it.
 
-Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian J, in the
-backward solve; ||J|| is the largest singular value of J. A *stack* has layers in the place of an equilibrium: *tied* ones
-are one cell applied again and again, *untied* ones have weights of their own. A *shallow start* trains a stack of few tied
-layers first. *Compaction* lets samples leave the batch once they are solved; a *piece* is a part of a sequence that is
-solved after the one before. *Our penalty* is a term of the training loss that holds back eigenvalues of J beyond 1; the
-paper has none. A *leak* is how much a change of later text changes the loss of earlier text. Of two models one is *ahead*
-if it is better by more than 1 %, else they are *level*. A row is *open* if it was measured and nothing follows: two models
-are level, or too few solves converged.
+Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian J, in
+the backward solve; ||J|| is the largest singular value of J. A *stack* has layers in the place of an equilibrium:
+*tied* ones are one cell applied again and again, *untied* ones have weights of their own. A *shallow start* trains a
+stack of few tied layers first. *Compaction* lets samples leave the batch once they are solved; a *piece* is a part of a
+sequence that is solved after the one before. *Our penalty* is a term of the training loss that holds back eigenvalues
+of J beyond 1; the paper has none. A *leak* is how much a change of later text changes the loss of earlier text. Of two
+models one is *ahead* if it is better by more than 1 %, else they are *level*. A row is *open* if it was measured and
+nothing follows: two models are level, or too few solves converged.
 
 Rows on Penn Treebank, WikiText-2 or WikiText-103 want the corpus: `deqkit data prepare ptb --from RAW --out data/ptb`,
 where RAW is a folder with train.txt, valid.txt and test.txt.

@@ -198,8 +198,7 @@ def _full_size(size: Size) -> Claim:
         where=f"table {size.table}",
         claim=f"{size.model} on {corpus}, at full size"
         + "".join(f", {_standing(size, other)} the {other.model}" for other in beside),
-        paper=f"test perplexity {size.perplexity}"
-        + "".join(f", {other.model} {other.perplexity}" for other in beside),
+        paper=f"test perplexity {size.perplexity}" + "".join(f", {other.model} {other.perplexity}" for other in beside),
         quick=partial(not_here, size=size),
         elsewhere=_commands(size),
     )

@@ -24,7 +24,7 @@ from deqkit.paper.solves import (
     sample_text,
     solutions_on_test,
 )
-from deqkit.paper.subjects import LABELS, Scale, at_both_scales, describe, late_start, untrained
+from deqkit.paper.subjects import LABELS, Scale, at_both_scales, describe, untrained
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import AbstractSolver, Anderson, Broyden, NewtonKrylov, Solution, Tolerance, fixed_point
 from deqkit.train.checkpoint import list_checkpoints
@@ -265,7 +265,7 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
             **{name: {str(step): one for step, one in of.items()} for name, of in numbers.items()},
             "figure": figure(x="training step", y="J at the equilibrium", series=series),
             "caption": "The operator norm of the Jacobian J = df/dz at the equilibrium and its largest |eigenvalue|, "
-            f"before training and at the checkpoints that were kept. {late_start(runs)}",
+            "before training and at the checkpoints that were kept.",
         },
         remark="Holds if both ||J|| and the evaluations of the same solver grow over the "
         "training as in the paper. That one is the reason of the other is not shown: solves go by the eigenvalues of "

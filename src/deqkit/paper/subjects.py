@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ class Scale:
     """A short training of the transformer at its equilibrium from the first step on, without a penalty on the
     Jacobian, as in the paper: what a training device is compared with."""
     penalised: Callable[[Workshop], TrainConfig]
-    """The transformer, trained with a penalty on the Jacobian."""
+    """The same training with our penalty on the Jacobian."""
     max_batches: int | None
     """Batches of the test split that are looked at; None for all."""
     num_samples: int
@@ -124,13 +124,18 @@ def plain(config: TrainConfig, *, steps: int, batch: int) -> TrainConfig:
     )
 
 
+def penalised(config: TrainConfig, regulariser: RegulariserConfig) -> TrainConfig:
+    """The same training with a penalty."""
+    return replace(config, recipe=f"{config.recipe}-penalised", regulariser=regulariser)
+
+
 QUICK = Scale(
     transformer=lambda workshop: workshop.recipe("demo"),
     transformer_layers=lambda workshop: workshop.recipe("demo-tied-12"),
     trellis=trellis_demo,
     trellis_layers=lambda workshop: layers(trellis_demo(workshop), 20, tied=True),
     plain=lambda workshop: plain(workshop.recipe("demo"), steps=120, batch=8),
-    penalised=lambda workshop: workshop.recipe("demo"),
+    penalised=lambda workshop: penalised(QUICK.plain(workshop), workshop.recipe("demo").regulariser),
     max_batches=4,
     num_samples=4,
     depth=60,
@@ -142,9 +147,7 @@ FULL = Scale(
     trellis=on_ptb("ptb-deq-trellisnet-mini"),
     trellis_layers=on_ptb("ptb-deq-trellisnet-mini-tied-60"),
     plain=lambda workshop: plain(on_ptb("ptb-mini")(workshop), steps=600, batch=32),
-    penalised=lambda workshop: replace(
-        on_ptb("ptb-mini")(workshop), recipe="ptb-mini-penalised", regulariser=KEEP_SOLVES_SHORT
-    ),
+    penalised=lambda workshop: penalised(FULL.plain(workshop), KEEP_SOLVES_SHORT),
     max_batches=None,
     num_samples=16,
     depth=200,
@@ -169,19 +172,6 @@ def _told_commit(run: LoadedRun) -> str:
 
 LABELS = {"penalised": "with our penalty", "plain": "as in the paper"}
 """How figures call the trainings of `Scale.penalised` and `Scale.plain`."""
-
-
-def late_start(runs: Mapping[str, LoadedRun]) -> str:
-    """Where the two trainings differ apart from the penalty, for the caption of a figure that shows both."""
-    plain, penalised = runs["plain"].config, runs["penalised"].config
-    told = f"The training as in the paper has {plain.steps:,} steps, all of them at the equilibrium"
-    shallow = penalised.devices.warmup_steps
-    if not shallow:
-        return f"{told}; that with our penalty {penalised.steps:,}."
-    return (
-        f"{told}; that with our penalty {penalised.steps:,}, the first {shallow:,} of them as a stack of "
-        f"{penalised.devices.warmup_depth} layers, where nothing is solved for."
-    )
 
 
 def untrained(run: LoadedRun) -> SequenceModel:
