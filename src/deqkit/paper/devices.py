@@ -37,7 +37,7 @@ NUM_DRAWS = 8
 MOST_PIECES = 4
 """Into how many a long sequence is cut at most."""
 PIECES_TOL = Tolerance(rtol=1e-3, patience=200)
-SHORT_TRAININGS = "20 minutes for each training, two of them"
+SHORT_TRAININGS = "ten minutes of a core for each training, two of them"
 
 
 def _trained(workshop: Workshop, config: TrainConfig, scale: Scale) -> tuple[LoadedRun, dict[str, Any]]:
@@ -376,7 +376,7 @@ CLAIMS: tuple[Claim, ...] = (
         where="appendix E, further",
         claim="solves and gradients may be rough in early training: precision pays late",
         paper="- (a shallow start is the paper's way of it)",
-        full_time="20 minutes for each training, four of them",
+        full_time="ten minutes of a core for each training, four of them",
     ),
     at_both_scales(
         subsequences,

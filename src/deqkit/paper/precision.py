@@ -238,6 +238,6 @@ CLAIMS: tuple[Claim, ...] = (
         where="section 5.2 (runtime), figure 3",
         claim="a looser tolerance or a lower limit on steps makes training cheaper too, at a small loss of quality",
         paper="much faster with a small degradation",
-        full_time="20 minutes for each training, five of them, more for the tight one",
+        full_time="ten minutes of a core for each training, five of them, more for the tight one",
     ),
 )

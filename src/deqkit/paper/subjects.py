@@ -146,7 +146,7 @@ FULL = Scale(
     transformer_layers=on_ptb("ptb-mini-tied-16"),
     trellis=on_ptb("ptb-deq-trellisnet-mini"),
     trellis_layers=on_ptb("ptb-deq-trellisnet-mini-tied-60"),
-    plain=lambda workshop: plain(on_ptb("ptb-mini")(workshop), steps=600, batch=32),
+    plain=lambda workshop: plain(on_ptb("ptb-mini")(workshop), steps=400, batch=32),
     penalised=lambda workshop: penalised(FULL.plain(workshop), KEEP_SOLVES_SHORT),
     max_batches=None,
     num_samples=16,
