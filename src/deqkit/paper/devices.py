@@ -314,12 +314,12 @@ def imbalance(workshop: Workshop, *, scale: Scale) -> Outcome:
     ratio = one["max"] / one["mean"]
     return Outcome(
         measured="; ".join(
-            f"{name}: {n['evaluations']['min']} / {n['evaluations']['mean']:.1f} / {n['evaluations']['max']} "
-            f"evaluations, with compaction {n['time']['ratio']:.2f} of the time ({n['time']['low']:.2f} to "
-            f"{n['time']['high']:.2f})"
+            f"{name}: {n['evaluations']['mean']:.1f} evaluations ({n['evaluations']['min']} to "
+            f"{n['evaluations']['max']}), with compaction {n['time']['ratio']:.2f} of the time ({n['time']['low']:.2f} "
+            f"to {n['time']['high']:.2f})"
             for name, n in numbers.items()
         ),
-        scale=f"min / mean / max of 16 samples, residual {PIECES_TOL.rtol:g}; {scale.rounds} interleaved rounds, "
+        scale=f"means of 16 samples, residual {PIECES_TOL.rtol:g}; {scale.rounds} interleaved rounds, "
         f"processor time; {describe(run)}",
         holds=ratio <= SMALL_IMBALANCE,
         numbers={**numbers, "slowest over mean": ratio, "bar": SMALL_IMBALANCE},
