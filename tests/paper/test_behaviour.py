@@ -260,10 +260,11 @@ def test_the_papers_inference_must_be_cheaper_at_no_loss(perplexity, evals, hold
     workshop, scale = setting
     solved = {"solves": 4, "converged": 1.0, "evaluations": {"mean": 20.0}}
     tested = {
-        "as in training": {"perplexity": 100.0, "evals": 20.0},
-        "relaxed": {"perplexity": perplexity, "evals": evals},
+        "as in training": {"perplexity": 100.0, "evals": 20.0, "num_tokens": 1_234},
+        "relaxed": {"perplexity": perplexity, "evals": evals, "num_tokens": 1_234},
     }
     monkeypatch.setattr(stability, "account", lambda solutions: solved)
     monkeypatch.setattr(stability, "_paper_backward", lambda run: solved)
     monkeypatch.setattr(stability, "_paper_inference", lambda *args: tested)
-    assert stability.paper_tolerance(workshop, scale=scale).holds is holds
+    outcome = stability.paper_tolerance(workshop, scale=scale)
+    assert outcome.holds is holds and "perplexities of their 1,234 tokens" in outcome.scale
