@@ -52,6 +52,14 @@ def test_full_sizes_name_a_command_that_exists(model):
     assert not claim.is_checked
 
 
+def test_equilibria_at_full_size_are_claimed_beside_their_layers():
+    rows = {claim.row: claim for claim in elsewhere.CLAIMS}
+    assert "on par with the 60-layer TrellisNet" in rows["table-2-ptb-deq-trellisnet"].claim
+    small = rows["table-3-wt103-deq-transformer-small"]
+    assert "ahead of the Transformer-XL (small, 4 layers)" in small.claim
+    assert small.paper.startswith("test perplexity 32.4, ") and "(small, 16 tied layers) 34.9" in small.paper
+
+
 def test_a_row_that_does_not_exist():
     with pytest.raises(ValueError, match="did you mean 'copy-memory'"):
         find(["copy-memry"])
@@ -138,8 +146,10 @@ def test_memory_rows_follow_their_figures(tmp_path):
     assert less.holds is True and "0.60" in less.measured
 
 
-@pytest.mark.parametrize(("inference", "holds"), [((1.0, 1.01), True), ((1.0, 1.5), False)])
-def test_constant_memory_is_of_training_and_of_prediction(inference, holds, tmp_path):
+@pytest.mark.parametrize(
+    ("inference", "layer", "holds"), [((1.0, 1.01), 1, True), ((1.0, 1.5), 1, False), ((1.0, 1.0), 0, False)]
+)
+def test_constant_memory_is_of_training_and_of_prediction(inference, layer, holds, tmp_path):
     workshop = Workshop(runs=tmp_path)
     for name in (memory.TRELLIS_PTB, "transformer-small"):
         for training, limit, share in zip((10, 20), memory.INFERENCE_STEPS, inference, strict=True):
@@ -147,9 +157,9 @@ def test_constant_memory_is_of_training_and_of_prediction(inference, holds, tmp_
             workshop.kept[("memory", f"{name}, {limit} steps, inference")] = int(share * memory.MIB)
     for depth in memory.DEPTHS:
         for label in ("layers", "layers, checkpointing"):
-            workshop.kept[("memory", f"{label} at {depth}")] = depth * memory.MIB
+            workshop.kept[("memory", f"{label} at {depth}")] = (5 + layer * (depth - 5)) * memory.MIB
     outcome = memory.constant(workshop, limits=(10, 20))
-    assert outcome.holds is holds and "adds 1 MiB in training" in outcome.measured
+    assert outcome.holds is holds and f"adds {layer} MiB in training" in outcome.measured
 
 
 def test_memory_is_measured(tmp_path):

@@ -132,21 +132,29 @@ def found(evals, loss=3.0, converged=1.0):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "holds"),
-    [(found(5.0), True), (found(9.0), False), (found(5.0, 3.2), False), (found(5.0, converged=0.2), None)],
+    ("pieces", "first", "holds"),
+    [
+        (found(5.0), 5.0, True),
+        (found(9.0), 5.0, False),
+        (found(7.6), 5.0, None),  # by too little
+        (found(5.0), 19.0, None),
+        (found(5.0), 30.0, False),  # harder before training
+        (found(5.0, 3.2), 5.0, None),
+        (found(5.0, converged=0.2), 5.0, None),
+    ],
 )
-def test_pieces_must_be_easier_and_give_the_same(pieces, holds, setting, monkeypatch):
+def test_pieces_must_be_easier_and_give_the_same(pieces, first, holds, setting, monkeypatch):
     workshop, scale = setting
     begun = untrained(workshop.trained(scale.transformer(workshop))).state_dict()
 
     def in_pieces(run, count, scale):
         if all(torch.equal(tensor, begun[name]) for name, tensor in run.model.state_dict().items()):
-            return found(20.0 / count)
+            return found(first if count > 1 else 20.0)
         return pieces if count > 1 else found(8.0)
 
     monkeypatch.setattr(devices, "_in_pieces", in_pieces)
     outcome = decided(devices.subsequences, setting, monkeypatch, training(), training())
-    assert outcome.holds is holds and "before training 20.0 in 1, 5.0 in 4" in outcome.measured
+    assert outcome.holds is holds and f"before training 20.0 in 1, {first:.1f} in 4" in outcome.measured
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from deqkit.paper import figures
-from deqkit.paper.document import compose, write
+from deqkit.paper.document import compose, told_verdict, write
 from deqkit.paper.figures import draw, panels_of
-from deqkit.paper.rows import CLAIMS
+from deqkit.paper.rows import CLAIMS, find
 from deqkit.paper.run import read_best, save_full, save_quick, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,14 @@ def test_full_length_wins_and_the_quick_check_is_told(tmp_path):
     assert "- Here: long figure" in entry and "- Verdict: **holds** (at full length)" in entry
     assert "- Quick check: does not hold: quick figure" in entry
     assert "commit 0123456789," in entry and "2026-01-02 in 3 s" in entry
+
+
+def test_a_check_that_has_no_longer_version_is_complete(tmp_path):
+    save_quick(tmp_path, {row: result(row) for row in ("theorem-1", "lstm")})
+    text = compose(tmp_path).text
+    assert told_verdict(find(["theorem-1"])[0], result("theorem-1")) == "**holds** (complete check)"
+    for row, check in (("theorem-1", "complete check"), ("lstm", "quick check")):
+        assert f"- Verdict: **holds** ({check})" in text.split(f"\n### {row}\n")[1].split("\n###")[0]
 
 
 def test_the_time_of_all_quick_checks_is_told(tmp_path):

@@ -285,6 +285,24 @@ def test_a_truncated_solver_that_mixes_positions_leaks_and_ours_does_not(worksho
     assert max(p["leak"] for p in points["not causal"]) > 0
 
 
+def test_what_a_solver_that_mixes_positions_gains_most_is_told(workshop, corpus, monkeypatch):
+    """Not where it leaks most: there it may lose."""
+    perplexities = {True: iter([9.0, 8.0, 7.0, 6.0, 5.0, 4.0]), False: iter([9.5, 8.0, 6.5, 6.1, 5.0, 4.0])}
+
+    def tested(self, run, split="test", *, solver, max_steps, **settings):
+        return {"perplexity": next(perplexities[solver.group == "prefix"]), "num_tokens": 10}
+
+    def leak(run, task, split, *, solver=None, max_steps=0, **settings):
+        return 0.0 if solver is None or solver.group == "prefix" else {2: 0.5}.get(max_steps, 0.1)
+
+    monkeypatch.setattr(Workshop, "tested", tested)
+    monkeypatch.setattr(language, "measure_leak", leak)
+    outcome = language.causal(workshop, config=lambda workshop: equilibrium(corpus), max_batches=2)
+    assert "cut off after 2 evaluations, lets the future change a token's loss by up to 0.5 nats" in outcome.measured
+    assert "cut off after 4, it would have claimed a perplexity of 6.50 for the causal 7.00" in outcome.measured
+    assert "gains at 1 of 6 limits" in outcome.remark
+
+
 def test_the_quick_lstm_has_the_size_of_the_demo(workshop):
     with torch.device("meta"):
         demo, lstm = (
@@ -296,7 +314,7 @@ def test_the_quick_lstm_has_the_size_of_the_demo(workshop):
 
 def test_the_quick_lstm_for_as_long_differs_in_its_steps_alone(workshop):
     short, long = language.quick_lstm(workshop), language.quick_lstm_as_long(workshop)
-    assert long == replace(short, recipe="demo-lstm-long", steps=4 * short.steps)
+    assert long == replace(short, recipe="demo-lstm-long", steps=3 * short.steps)
 
 
 def test_copy_memory_at_another_length(workshop):
@@ -342,6 +360,22 @@ def test_table_1(workshop):
     assert outcome.holds is False and "test loss: DEQ-Transformer" in outcome.measured
     bars, curves = outcome.numbers["figures"]
     assert len(bars["bars"]) == len(curves["series"]) == 2 and curves["series"][0]["x"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("tcn", "holds"), [(1e-6, True), (1e-3, False)])
+def test_table_1_is_about_the_tcn_too(workshop, monkeypatch, tcn, holds):
+    losses = {"DEQ-Transformer": 1e-7, "TCN": tcn, "LSTM": 0.05}
+    run = {"test": {"loss": 1.0}, "minutes": 1.0, "steps": 6, "evaluations": None, "parameters": 9, "headline": "loss"}
+    found = [
+        {"label": label, "paper": None, "seeds": [0], "test": loss, "lowest": loss, "highest": loss}
+        | {"runs": [{**run, "seed": 0, "test": {"loss": loss}}]}
+        for label, loss in losses.items()
+    ]
+    monkeypatch.setattr(copy_memory, "compare", lambda workshop, contenders: found)
+    monkeypatch.setattr(copy_memory, "_curves", lambda workshop, contenders: {})
+    contenders = [Contender(label=label, config=lambda workshop: tiny("copy-memory")) for label in losses]
+    outcome = copy_memory.table_1(workshop, contenders=contenders, T=5, solved=1e-6, budget="")
+    assert outcome.holds is holds
 
 
 def test_trellis_cells_are_measured_too(workshop, corpus):
