@@ -26,9 +26,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from deqkit.report.draw import label_of
 
 WIDTH, ALONE, HEIGHT = 4.6, 6.4, 3.1  # inches: of a panel beside another, of one alone, of all
+BELOW = 0.4  # inches for a legend below
 MAX_POINTS = 300
 MARKED = 16
 """Curves with no more points than this show them."""
+ROOM = 4
+"""A legend of more curves than this finds no free place among them, and stands below."""
 FEW = 6
 """Values on a logarithmic axis that are each worth a tick."""
 CLOSE = 1.25
@@ -72,9 +75,10 @@ def draw(panels: Sequence[dict[str, Any]], *, form: str = "svg") -> bytes:
     """The panels side by side, in a row of at most two."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
+    height = HEIGHT + BELOW * any(len(panel.get("series", ())) > ROOM for panel in panels)
     with matplotlib.rc_context(_SETTINGS):
         canvas = Figure(
-            figsize=(WIDTH * columns if columns > 1 else ALONE, HEIGHT * rows), layout="constrained", facecolor="white"
+            figsize=(WIDTH * columns if columns > 1 else ALONE, height * rows), layout="constrained", facecolor="white"
         )
         grid = canvas.subplots(rows, columns, squeeze=False).flatten()
         for axes in grid[len(panels) :]:
@@ -127,7 +131,9 @@ def _draw_lines(axes: Axes, panel: dict[str, Any]) -> None:
     _scale(axes.yaxis, log=panel.get("log_y", False))
     if joined and panel.get("log_x", False):
         _tick_few(axes, sorted({x for one in series for x in one["x"]}))
-    if joined and len(panel["series"]) > 1:
+    if joined and len(panel["series"]) > ROOM:
+        axes.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3)
+    elif joined and len(panel["series"]) > 1:
         axes.legend(frameon=False, fontsize=8.5)
 
 
