@@ -75,7 +75,7 @@ def draw(panels: Sequence[dict[str, Any]], *, form: str = "svg") -> bytes:
     """The panels side by side, in a row of at most two."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    height = HEIGHT + BELOW * any(len(panel.get("series", ())) > ROOM for panel in panels)
+    height = HEIGHT + BELOW * any(_has_legend_below(panel) for panel in panels)
     with matplotlib.rc_context(_SETTINGS):
         canvas = Figure(
             figsize=(WIDTH * columns if columns > 1 else ALONE, height * rows), layout="constrained", facecolor="white"
@@ -131,10 +131,14 @@ def _draw_lines(axes: Axes, panel: dict[str, Any]) -> None:
     _scale(axes.yaxis, log=panel.get("log_y", False))
     if joined and panel.get("log_x", False):
         _tick_few(axes, sorted({x for one in series for x in one["x"]}))
-    if joined and len(panel["series"]) > ROOM:
+    if _has_legend_below(panel):
         axes.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3)
     elif joined and len(panel["series"]) > 1:
         axes.legend(frameon=False, fontsize=8.5)
+
+
+def _has_legend_below(panel: dict[str, Any]) -> bool:
+    return panel.get("kind") is None and len(panel["series"]) > ROOM
 
 
 def _at_rest(panel: dict[str, Any]) -> float | None:
