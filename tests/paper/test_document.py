@@ -171,6 +171,12 @@ def test_close_values_are_dots_and_the_mean_is_over_all_seeds():
     assert not axes.patches and labels == ["mean 2.0e-7", "0.05"] and axes.get_xlabel() == "perplexity"
 
 
+def test_a_legend_of_many_curves_has_room_of_its_own():
+    few = {**LINES, "series": LINES["series"][:4]}
+    heights = [float(re.search(rb'height="([0-9.]+)pt"', draw([panel]))[1]) for panel in (few, LINES, POINTS)]  # pyright: ignore
+    assert heights[1] > heights[0] == heights[2]
+
+
 def test_values_far_apart_are_bars():
     axes, labels = drawn_text(bars((100.0,), (20.0,)))
     assert len(axes.patches) == 2 and axes.get_xlim()[0] == 0 and labels == ["100", "20"]
