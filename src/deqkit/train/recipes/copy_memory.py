@@ -62,7 +62,7 @@ def copy_memory_long() -> TrainConfig:
         recipe="copy-memory-long",
         data=replace(config.data, copy_T=800, copy_first_T=50, copy_first_steps=300, copy_test=1_000),
         devices=DeviceConfig(warmup_steps=750),
-        steps=1_250,
+        steps=1_400,
         eval_every=500,
         expected_time="half an hour on two cores",
     )
