@@ -61,6 +61,12 @@ def test_full_length_wins_and_the_quick_check_is_told(tmp_path):
     assert "commit 0123456789," in entry and "2026-01-02 in 3 s" in entry
 
 
+def test_what_trainings_took_is_told(tmp_path):
+    save_quick(tmp_path, {"lstm": {**result("lstm"), "trainings": {"demo": 50.0, "demo-lstm": 250.0}}})
+    text = compose(tmp_path).text
+    assert "2026-01-02 in 3 s on 2 models that took 5 minutes of a processor to train, commit" in text
+
+
 def test_a_check_that_has_no_longer_version_is_complete(tmp_path):
     save_quick(tmp_path, {row: result(row) for row in ("theorem-1", "lstm")})
     text = compose(tmp_path).text

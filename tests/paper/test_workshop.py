@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from deqkit.paper.claim import Claim, unmeasured
+from deqkit.paper.run import check
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Anderson, Tolerance
 from deqkit.train.loop import train
@@ -33,6 +35,18 @@ def test_a_model_is_trained_once(workshop, corpus):
     second = workshop.trained(tiny(corpus))
     assert (second.folder.metrics.stat().st_mtime_ns, second.folder.metrics.read_bytes()) == before
     assert second.step == first.step and len(told) == 2
+
+
+def test_a_result_names_the_models_it_is_of_and_what_they_took(workshop, corpus):
+    workshop.used["an earlier row's"] = 1.0
+
+    def work(workshop):
+        workshop.trained(tiny(corpus))
+        return unmeasured("")
+
+    result = check(Claim(row="r", where="w", claim="c", paper="p", quick=work), workshop, full=False)
+    records = [r for r in read_metrics(workshop.runs / "tiny-seed-0" / "metrics.jsonl") if r["kind"] == "train"]
+    assert result["trainings"] == {"tiny-seed-0": pytest.approx(sum(r["processor_seconds"] for r in records))}
 
 
 def test_the_first_seed_serves_where_one_model_will_do(workshop):

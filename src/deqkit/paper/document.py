@@ -33,7 +33,8 @@ All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; w
 that is what is shown. Quick checks use what deqkit carries with it: small models, short trainings, the embedded corpus.
 They show that a check works, and little about the size of an effect (those of memory count the paper's sizes, and
 differ from the full ones in their step limits alone). A complete check is all there is to a row. The time of a row is
-that of the check: a model that was there already, trained for this row before or for another one, is not counted in it.
+that of the check: a model that was there already, trained for this row before or for another one, is not counted in it;
+what the training of its models took stands beside it.
 
 Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian J, in
 the backward solve; ||J|| is the largest singular value of J. A *stack* has layers in the place of an equilibrium:
@@ -187,11 +188,22 @@ def told_verdict(claim: Claim, result: Result | None) -> str:
 def _provenance(result: Result) -> str:
     machine = result["machine"]
     commit = "no commit" if result["commit"] is None else f"commit {result['commit'][:10]}{_changes(result['commit'])}"
-    minutes = f"{result['seconds']:.0f} s" if result["seconds"] < 120 else f"{result['seconds'] / 60:.0f} minutes"
     return (
-        f"{result['date'][:10]} in {minutes}, {commit}, {machine['cores']} cores of {machine['cpu']}, "
-        f"torch {machine['torch']}"
+        f"{result['date'][:10]} in {_time(result['seconds'])}{_trainings(result)}, {commit}, {machine['cores']} cores "
+        f"of {machine['cpu']}, torch {machine['torch']}"
     )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
+def _trainings(result: Result) -> str:
+    trainings = result.get("trainings", {})  # earlier results do not tell
+    if not trainings:
+        return ""
+    models = f"{len(trainings)} model{'s' * (len(trainings) > 1)}"
+    return f" on {models} that took {_time(sum(trainings.values()))} of a processor to train"
 
 
 def _changes(commit: str) -> str:

@@ -27,6 +27,7 @@ def check(claim: Claim, workshop: Workshop, *, full: bool, named: bool = False) 
         OSError: a file that it needs cannot be read.
     """
     work = check_of(claim, full=full)
+    workshop.used.clear()
     began = time.perf_counter()
     try:
         outcome = work(workshop)
@@ -41,6 +42,7 @@ def check(claim: Claim, workshop: Workshop, *, full: bool, named: bool = False) 
         "row": claim.row,
         "full": full,
         "seconds": time.perf_counter() - began,
+        "trainings": dict(workshop.used),
         **outcome.plain(),
     }
 

@@ -37,6 +37,8 @@ class Workshop:
     """Models that comparisons have measured before, by `training_hash`: such are not trained again."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What was measured in this session, for rows that need the same."""
+    used: dict[str, float] = field(default_factory=dict)
+    """Runs that were asked for, by name, and the processor seconds that their training took, whenever that was."""
 
     def corpus(self, name: str) -> str:
         """The folder of a prepared corpus.
@@ -109,7 +111,9 @@ class Workshop:
                 where = f"{folder.path.name}, step {last['step']} of {config.steps}"
                 raise KeyboardInterrupt(f"interrupted at {where}; the same command goes on there")
         # The data may have another place than when the run was trained.
-        return replace(load_run(folder.path), config=config)
+        run = replace(load_run(folder.path), config=config)
+        self.used[folder.path.name] = sum(record["processor_seconds"] for record in self.metrics(run))
+        return run
 
     def tested(self, run: LoadedRun, split: str = "test", **settings: Any) -> dict[str, Any]:
         """The figures of a run on a split, with the seconds it took."""
