@@ -130,7 +130,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         row="learning-rates",
         where="tables 2 and 3, at our scale",
-        claim="each of the models that are compared on Penn Treebank is trained with a learning rate that suits it",
+        claim="each of the models that are compared on Penn Treebank after as many steps (`table-3-small`, `lstm`) is "
+        "trained with a learning rate that suits it",
         paper="-",
         full=partial(learning_rates, contenders=(*SMALL_ON_PTB, LSTM_ON_PTB[1]), text="Penn Treebank"),
         full_time="an hour of one core",
@@ -138,7 +139,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         row="learning-rates-wikitext-2",
         where="table 3, at our scale",
-        claim="each of the models that are compared on WikiText-2 is trained with a learning rate that suits it",
+        claim="each of the models that are compared on WikiText-2 after as many steps (`table-3-small-wikitext-2`) is "
+        "trained with a learning rate that suits it",
         paper="-",
         full=partial(learning_rates, contenders=SMALL_ON_WIKITEXT_2, text="WikiText-2", steps=FEW_STEPS),
         full_time="half an hour of one core",
