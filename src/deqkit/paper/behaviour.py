@@ -19,7 +19,7 @@ STEP_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 30)
 SLIGHT, MUCH = 1.01, 1.05
 """Factors on the perplexity: up to the first it is "a small degradation", from the second on "it hurts"."""
 FEW = 0.5
-"""At most this share of the evaluations of the highest limit is a low limit."""
+"""A limit counts as low up to this share of the highest one."""
 NUM_BINS = 12
 _BACKWARD = "backward_evals"
 
@@ -85,11 +85,10 @@ def figure_2_left(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark=f"Growth is cut off at the training's limits of {model.max_steps} evaluations and "
         f"{getattr(model.adjoint, 'max_steps', '-')} products, and judged at its tolerances (forward "
         f"{model.tol.rtol:g} relative, looser than the paper's). Holds if both counts are higher in the last quarter "
-        "than in the first, and if products are fewer than evaluations in either training; of the last quarter's "
-        + ", ".join(
-            f"{n['unconverged, last quarter']:.0%} ended at the limit {LABELS[name]}" for name, n in numbers.items()
-        )
-        + ".",
+        "than in the first, and if products are fewer than evaluations in both trainings. Of the last quarter's "
+        "forward solves "
+        + " and ".join(f"{n['unconverged, last quarter']:.0%} {LABELS[name]}" for name, n in numbers.items())
+        + " did not converge within the limit.",
     )
 
 
@@ -127,8 +126,8 @@ def figure_3_steps(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=enough["max_steps"] <= FEW * points[-1]["max_steps"] and points[0]["perplexity"] >= MUCH * best,
         numbers={"points": points, "figure": _quality_figure(points, "max_steps", "limit on evaluations")},
         remark="Evaluation only: the model is the same at every limit, and has the tolerance 0, so that every solve "
-        f"takes as many evaluations as it may. Holds if at most {FEW:.0%} of the highest limit's are within 1 % of its "
-        f"perplexity, and a single one is {MUCH - 1:.0%} above it.",
+        f"takes as many evaluations as it may. Holds if a limit of at most {FEW:.0%} of the highest gives a perplexity "
+        f"within 1 % of that one's, and a limit of 1 a perplexity that is {MUCH - 1:.0%} above it or more.",
     )
 
 

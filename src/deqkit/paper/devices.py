@@ -260,9 +260,10 @@ def subsequences(workshop: Workshop, *, scale: Scale) -> Outcome:
             "evaluations in pieces, of those in one": shares,
             "same loss": same,
         },
-        remark=f"Pieces are of {solved.config.recipe}. Easier: at most {QUICKER:.0%} of the evaluations in "
-        f"{MOST_PIECES} pieces, trained ({shares['trained']:.0%}) and before ({shares['before training']:.0%}); open "
-        "if neither is easier or harder by as much, or if solves do not converge to the same loss. An evaluation of a "
+        remark=f"Pieces are of {solved.config.recipe}. {MOST_PIECES} of them take {shares['trained']:.0%} of the "
+        f"evaluations of one when trained, {shares['before training']:.0%} before. Holds if both are at most "
+        f"{QUICKER:.0%}, does not if one is as much above 1; open between, and if solves do not converge to the same "
+        "loss. An evaluation of a "
         "piece costs a share of one of the whole. The paper speaks of lengths above 1000 and of the beginning of "
         f"training; models were trained on {config.data.length} positions and as many of memory.",
     )

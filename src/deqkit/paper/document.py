@@ -32,9 +32,9 @@ deqkit paper --document                       # write this page from results/
 All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
 that is what is shown. Quick checks use what deqkit carries with it: small models, short trainings, the embedded corpus.
 They show that a check works, and little about the size of an effect (those of memory count the paper's sizes, and
-differ from the full ones in their step limits alone). A complete check is all there is to a row. The time of a row is
+differ from the full ones in their step limits alone). A *complete check* has no longer version. The time of a row is
 that of the check: a model that was there already, trained for this row before or for another one, is not counted in it;
-what the training of its models took stands beside it.
+what the training of its models took stands beside it where that is known.
 
 Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian J, in
 the backward solve; ||J|| is the largest singular value of J. A *stack* has layers in the place of an equilibrium:
@@ -199,11 +199,11 @@ def _time(seconds: float) -> str:
 
 
 def _trainings(result: Result) -> str:
-    trainings = result.get("trainings", {})  # earlier results do not tell
-    if not trainings:
+    counted = [seconds for seconds in result.get("trainings", {}).values() if seconds is not None]
+    if not counted or len(counted) < len(result["trainings"]):  # earlier results and trainings do not tell
         return ""
-    models = f"{len(trainings)} model{'s' * (len(trainings) > 1)}"
-    return f" on {models} that took {_time(sum(trainings.values()))} of a processor to train"
+    models = f"{len(counted)} model{'s' * (len(counted) > 1)}"
+    return f" on {models} that took {_time(sum(counted))} of a processor to train"
 
 
 def _changes(commit: str) -> str:

@@ -28,7 +28,7 @@ COLUMNS = (
     "validation",
     "epochs",
     "minutes",
-    "training, µs a token (after its shallow start)",
+    "training, µs a token (median at full depth)",
     "inference, µs a token",
     "evaluations / products",
     "training memory, MiB",
@@ -56,7 +56,9 @@ def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
     """One model, trained unless it is there: size, quality, time, memory, solver steps and causality."""
     before = workshop.measured_before(config)
     if before is not None:
-        workshop.tell(f"{config.recipe}-seed-{config.seed}: as measured before, trained at commit {before['commit']}")
+        name = f"{config.recipe}-seed-{config.seed}"
+        workshop.tell(f"{name}: as measured before, trained at commit {before['commit']}")
+        workshop.used[name] = None
         return {**before, **_memory(config)}  # which needs no trained weights
     run = workshop.trained(config)
     key = ("measure", run.folder.path.name)
@@ -229,7 +231,7 @@ def _row(one: dict[str, Any]) -> list[str]:
 
 
 def _late(runs: Sequence[dict[str, Any]]) -> float:
-    """Microseconds a token once the network has its full depth."""
+    """Microseconds a token at steps in which the network has its full depth: the median of each run."""
     return statistics.fmean(1e6 / run["late_tokens_per_second"] for run in runs)
 
 

@@ -319,7 +319,7 @@ CLAIMS: tuple[Claim, ...] = (
         row="memory-constant",
         where=f"abstract; figure 1, right; {FOOTPRINT}",
         claim="memory of training and of prediction does not grow with the number of solver steps, the equilibrium's "
-        "depth (in prediction from 20 on); training memory of layers grows with theirs",
+        "depth (in prediction: from 20 steps on); training memory of layers grows with theirs",
         paper="O(1) against O(L)",
         quick=partial(constant, limits=(10, 20)),
         full=partial(constant, limits=SIZES.step_limits),

@@ -184,7 +184,7 @@ CLAIMS: tuple[Claim, ...] = (
         row="appendix-d",
         where="appendix D, figure 4",
         claim="tied stacks tend to a fixed point as they get deeper, transformers in oscillations; quasi-Newton "
-        "methods find the transformers' more easily",
+        "methods find that of transformers more easily",
         paper="two plots, T = 100, 200, 400, 800",
     ),
 )

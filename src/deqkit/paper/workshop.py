@@ -37,8 +37,9 @@ class Workshop:
     """Models that comparisons have measured before, by `training_hash`: such are not trained again."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """What was measured in this session, for rows that need the same."""
-    used: dict[str, float] = field(default_factory=dict)
-    """Runs that were asked for, by name, and the processor seconds that their training took, whenever that was."""
+    used: dict[str, float | None] = field(default_factory=dict)
+    """Runs that were asked for, by name, and the processor seconds that their training took, whenever that was; None
+    where nobody counted them."""
 
     def corpus(self, name: str) -> str:
         """The folder of a prepared corpus.
@@ -112,7 +113,8 @@ class Workshop:
                 raise KeyboardInterrupt(f"interrupted at {where}; the same command goes on there")
         # The data may have another place than when the run was trained.
         run = replace(load_run(folder.path), config=config)
-        self.used[folder.path.name] = sum(record["processor_seconds"] for record in self.metrics(run))
+        seconds = [record.get("processor_seconds") for record in self.metrics(run)]
+        self.used[folder.path.name] = None if None in seconds else sum(seconds)
         return run
 
     def tested(self, run: LoadedRun, split: str = "test", **settings: Any) -> dict[str, Any]:
@@ -154,10 +156,11 @@ def _require_same(folder: RunFolder, config: TrainConfig) -> None:
     makes no difference."""
     if difference := _difference(_what_matters(folder.config()), _what_matters(config)):
         raise ValueError(
-            f"{folder.path} was trained with another configuration than this row asks for ({difference}): move it away"
+            f"{folder.path.name} was trained with another configuration than this row asks for ({difference}): move it "
+            "away"
         )
     if config.data.source not in BUILT_IN and folder.read().get("data_sha256") != make_task(config).data_hash:
-        raise ValueError(f"{folder.path} was trained on other data than {config.data.source}: move it away")
+        raise ValueError(f"{folder.path.name} was trained on other data than this row asks for: move it away")
 
 
 def _what_matters(config: TrainConfig) -> Any:
