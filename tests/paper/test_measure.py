@@ -162,7 +162,9 @@ def test_models_trained_by_different_versions_are_told_apart():
         return [{"runs": [{"commit": commit} for commit in commits]}]
 
     assert told_commits(found("a" * 40, "a" * 40)) == ""
-    assert told_commits(found("b" * 40, "a" * 40)).startswith(" Trained at commits aaaaaaa, bbbbbbb: their times")
+    assert told_commits(found("b" * 40, "a" * 40)).startswith(
+        " Trained at commit aaaaaaaaaa, commit bbbbbbbbbb: their times"
+    )
 
 
 def run_of(seed: int, perplexity: float) -> dict[str, Any]:
@@ -300,7 +302,9 @@ def test_what_a_solver_that_mixes_positions_gains_most_is_told(workshop, corpus,
     outcome = language.causal(workshop, config=lambda workshop: equilibrium(corpus), max_batches=2)
     assert "cut off after 2 evaluations, lets the future change a token's loss by up to 0.5 nats" in outcome.measured
     assert "cut off after 4, it would have claimed a perplexity of 6.50 for the causal 7.00" in outcome.measured
-    assert "gains at 1 of 6 limits" in outcome.remark
+    assert "Of 6 limits the solver without causality has the lower perplexity at 1 and the higher one at 2." in (
+        outcome.remark
+    )
 
 
 def test_the_quick_lstm_has_the_size_of_the_demo(workshop):

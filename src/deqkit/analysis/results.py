@@ -62,6 +62,13 @@ def git_commit() -> str | None:
     return f"{commit}+changes" if changes else commit
 
 
+def told_commit(commit: str | None) -> str:
+    """As a reader can look it up, and whether that is all there was to the code."""
+    if commit is None:
+        return "no commit"
+    return f"commit {commit[:10]}{' with changes' * commit.endswith('+changes')}"
+
+
 def write_results(path: str | Path, payload: Mapping[str, Any]) -> Path:
     """Write a results file so that a reader finds the old one or the new one, never half of it.
 

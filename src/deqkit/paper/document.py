@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deqkit.analysis.results import told_commit
 from deqkit.paper.claim import Claim
 from deqkit.paper.figures import draw, panels_of
 from deqkit.paper.rows import CLAIMS, PARTS
@@ -187,10 +188,9 @@ def told_verdict(claim: Claim, result: Result | None) -> str:
 
 def _provenance(result: Result) -> str:
     machine = result["machine"]
-    commit = "no commit" if result["commit"] is None else f"commit {result['commit'][:10]}{_changes(result['commit'])}"
     return (
-        f"{result['date'][:10]} in {_time(result['seconds'])}{_trainings(result)}, {commit}, {machine['cores']} cores "
-        f"of {machine['cpu']}, torch {machine['torch']}"
+        f"{result['date'][:10]} in {_time(result['seconds'])}{_trainings(result)}, {told_commit(result['commit'])}, "
+        f"{machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}"
     )
 
 
@@ -204,10 +204,6 @@ def _trainings(result: Result) -> str:
         return ""
     models = f"{len(counted)} model{'s' * (len(counted) > 1)}"
     return f" on {models} that took {_time(sum(counted))} of a processor to train"
-
-
-def _changes(commit: str) -> str:
-    return " with changes" if commit.endswith("+changes") else ""
 
 
 def _cell(text: Any) -> str:

@@ -14,7 +14,7 @@ from deqkit.train.recipes import RECIPES
 
 MILLION = 1e6
 PAR = 0.005
-"""Up to this share the paper calls two perplexities on par, or one slightly better."""
+"""Up to this share of each other two of the paper's perplexities are on par."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,8 @@ def _full_size(size: Size) -> Claim:
 
 def _standing(size: Size, other: Size) -> str:
     """What the paper's figures say of an equilibrium and its counterpart in layers."""
-    return "on par with" if abs(size.perplexity / other.perplexity - 1) <= PAR else "ahead of"
+    ratio = size.perplexity / other.perplexity
+    return "on par with" if abs(ratio - 1) <= PAR else f"with a {'lower' if ratio < 1 else 'higher'} perplexity than"
 
 
 def _cited(table: str) -> Claim:

@@ -194,18 +194,23 @@ def causal(workshop: Workshop, *, config: Callable[[Workshop], TrainConfig], max
         (fair["perplexity"] - claimed["perplexity"], claimed, fair)
         for claimed, fair in zip(points["not causal"], points["causal"], strict=True)
     ]
-    _, claimed, fair = max(gains, key=lambda gain: gain[0])
+    most, claimed, fair = max(gains, key=lambda gain: gain[0])
     return Outcome(
         measured=f"leak {max(own, *(p['leak'] for p in points['causal'])):g} nats at every step limit; a solver with "
         f"inner products over the sequence, cut off after {worst['max_steps']} evaluations, lets the future change a "
-        f"token's loss by up to {worst['leak']:.2g} nats; where it gains most, cut off after {claimed['max_steps']}, "
-        f"it would have claimed a perplexity of {claimed['perplexity']:.2f} for the causal {fair['perplexity']:.2f}",
+        f"token's loss by up to {worst['leak']:.2g} nats"
+        + (
+            f"; where it gains most, cut off after {claimed['max_steps']}, it would have claimed a perplexity of "
+            f"{claimed['perplexity']:.2f} for the causal {fair['perplexity']:.2f}"
+            if most > 0
+            else ", and gains nothing by it"
+        ),
         scale=f"{describe(run)}, {worst['num_tokens']:,} test tokens",
         holds=own == 0 and all(p["leak"] == 0 for p in points["causal"]),
         numbers={"leak": own, "points": points, "figures": [_panel(points, "leak"), _panel(points, "perplexity")]},
         remark="Leak: the largest change of the loss at the first half of a segment when the second half is replaced. "
-        f"The solver without causality gains at {sum(gain > 0 for gain, *_ in gains)} of {len(gains)} limits and loses "
-        "at the others. "
+        f"Of {len(gains)} limits the solver without causality has the lower perplexity at "
+        f"{sum(gain > 0 for gain, *_ in gains)} and the higher one at {sum(gain < 0 for gain, *_ in gains)}. "
         "Both solvers are Broyden's method with five pairs and differ in their inner products alone. A leak changes "
         "losses of single tokens, in either direction, and their mean by little. Every perplexity in this document is "
         "of a causal solver.",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deqkit.analysis.results import told_commit
 from deqkit.analysis.training_memory import training_memory
 from deqkit.model import ModelConfig, num_parameters
 from deqkit.paper.memory import QUICK_STEPS
@@ -289,10 +290,10 @@ def told_shallow(workshop: Workshop, contenders: Sequence[Contender]) -> str:
 
 def told_commits(found: Sequence[dict[str, Any]]) -> str:
     """Said when the models of a comparison were not trained by one version of the code; empty if they were."""
-    commits = sorted({str(run["commit"])[:7] for one in found for run in one["runs"]})
+    commits = sorted({told_commit(run["commit"]) for one in found for run in one["runs"]})
     if len(commits) < 2:
         return ""
-    return f" Trained at commits {', '.join(commits)}: their times are not of one version of the code."
+    return f" Trained at {', '.join(commits)}: their times are not of one version of the code."
 
 
 def describe_runs(found: Sequence[dict[str, Any]]) -> str:

@@ -32,8 +32,6 @@ SMALL_SHARE = 0.1
 """Of the Jacobian's bytes, up to which a backward pass counts as one that never has it."""
 GAINS = (1, 2, 8)
 """Factors on the weights that act on the state."""
-TOLD_GAIN = 2
-"""Of these, the one whose figures stand for all in a line."""
 BOUNDED, LARGE = 1.01, 100.0
 """Root mean squares of an output: up to the first it is constrained (layer normalisation makes it 1, gates less), from
 the second on it has grown without bounds."""
@@ -129,10 +127,9 @@ def stable_cell(workshop: Workshop, *, scale: Scale) -> Outcome:
                     numbers[kind][constrained][str(gain)] = _behaviour(model, equation)
     verdicts = {kind: _verdicts(of["with"].values(), of["without"].values()) for kind, of in numbers.items()}
     return Outcome(
-        measured=f"with {TOLD_GAIN} times the weights: "
+        measured=f"solved with {', '.join(map(str, GAINS))} times the weights, and the largest size: "
         + "; ".join(
-            f"{kind} with {CONSTRAINTS[kind][0]} {_told(of['with'][str(TOLD_GAIN)])}, without "
-            f"{_told(of['without'][str(TOLD_GAIN)])}"
+            f"{kind} with {CONSTRAINTS[kind][0]} {_told(of['with'])}, without {_told(of['without'])}"
             for kind, of in numbers.items()
         ),
         scale=f"untrained cells of {scale.transformer(workshop).recipe} and {scale.trellis(workshop).recipe}, "
@@ -182,8 +179,11 @@ def _verdicts(constrained: Any, free: Any) -> dict[str, bool]:
     }
 
 
-def _told(one: Mapping[str, Any]) -> str:
-    return f"{one['solved']:.0%} are solved (size {_number(one['size'])}, ||J|| {_number(one['norm'])})"
+def _told(of: Mapping[str, Mapping[str, Any]]) -> str:
+    sizes = [one["size"] for one in of.values()]
+    largest = None if None in sizes else max(sizes)
+    solved = ", ".join(f"{one['solved']:.0%}" for one in of.values())
+    return f"{solved} (size {_number(largest)})"
 
 
 def _number(value: float | None) -> str:

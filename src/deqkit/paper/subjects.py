@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from deqkit.adjoint import Implicit
+from deqkit.analysis.results import told_commit
 from deqkit.layers import TransformerConfig, TrellisConfig
 from deqkit.model import SequenceModel, num_parameters
 from deqkit.paper.claim import Claim, Outcome
@@ -160,14 +161,9 @@ def describe(*runs: LoadedRun) -> str:
     return "; ".join(
         f"{run.config.recipe} ({num_parameters(run.model).total / 1e6:.2g} million parameters, step {run.step} of "
         f"{run.config.steps}, {Path(run.config.data.source).name} corpus, seed {run.config.seed}"
-        f"{_told_commit(run)})"
+        f", trained at {told_commit(run.folder.read().get('commit'))})"
         for run in runs
     )
-
-
-def _told_commit(run: LoadedRun) -> str:
-    commit = run.folder.read().get("commit")
-    return "" if commit is None else f", trained at commit {commit[:7]}"
 
 
 LABELS = {"penalised": "with our penalty", "plain": "as in the paper"}
