@@ -65,6 +65,8 @@ def test_what_trainings_took_is_told(tmp_path):
     save_quick(tmp_path, {"lstm": {**result("lstm"), "trainings": {"demo": 50.0, "demo-lstm": 250.0}}})
     text = compose(tmp_path).text
     assert "2026-01-02 in 3 s on 2 models that took 5 minutes of a processor to train, commit" in text
+    save_quick(tmp_path, {"lstm": {**result("lstm"), "trainings": {"demo": 50.0, "as measured before": None}}})
+    assert "2026-01-02 in 3 s, commit" in compose(tmp_path).text
 
 
 def test_a_check_that_has_no_longer_version_is_complete(tmp_path):

@@ -393,3 +393,7 @@ def test_a_short_copy_leaves_the_claim_about_longer_ones_open(workshop, monkeypa
     assert copy_memory.longest(workshop, asked=5, **configs).holds is None
     monkeypatch.setattr(copy_memory, "PAPER_T", 4)
     assert copy_memory.longest(workshop, asked=5, **configs).holds is True
+    monkeypatch.setattr(copy_memory, "_minutes_to", lambda workshop, run, loss: None)
+    assert copy_memory.longest(workshop, asked=5, **configs).holds is False
+    monkeypatch.setattr(copy_memory, "PAPER_T", 3)
+    assert copy_memory.longest(workshop, asked=4, **configs).holds is None  # more was tried than is asked

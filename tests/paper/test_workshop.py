@@ -49,6 +49,13 @@ def test_a_result_names_the_models_it_is_of_and_what_they_took(workshop, corpus)
     assert result["trainings"] == {"tiny-seed-0": pytest.approx(sum(r["processor_seconds"] for r in records))}
 
 
+def test_a_run_of_an_earlier_version_has_no_processor_seconds(workshop, corpus):
+    metrics = workshop.trained(tiny(corpus)).folder.metrics
+    metrics.write_text(metrics.read_text().replace('"processor_seconds"', '"unknown"'))
+    workshop.trained(tiny(corpus))
+    assert workshop.used == {"tiny-seed-0": None}
+
+
 def test_the_first_seed_serves_where_one_model_will_do(workshop):
     assert workshop.recipe("demo").seed == 0 and replace(workshop, seeds=()).recipe("demo").seed == 0
     assert replace(workshop, seeds=(2, 1)).recipe("demo").seed == 2
