@@ -26,11 +26,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from deqkit.report.draw import label_of
 
 WIDTH, ALONE, HEIGHT = 4.6, 6.4, 3.1  # inches: of a panel beside another, of one alone, of all
-BELOW = 0.4  # inches for a legend below
+LEGEND_ROW = 0.19  # inches, of a legend below
 MAX_POINTS = 300
 MARKED = 16
 """Curves with no more points than this show them."""
-ROOM = 4
+ROOM = 3
 """A legend of more curves than this finds no free place among them, and stands below."""
 FEW = 6
 """Values on a logarithmic axis that are each worth a tick."""
@@ -75,7 +75,7 @@ def draw(panels: Sequence[dict[str, Any]], *, form: str = "svg") -> bytes:
     """The panels side by side, in a row of at most two."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    height = HEIGHT + BELOW * any(_has_legend_below(panel) for panel in panels)
+    height = HEIGHT + LEGEND_ROW * max(map(_legend_rows, panels))
     with matplotlib.rc_context(_SETTINGS):
         canvas = Figure(
             figsize=(WIDTH * columns if columns > 1 else ALONE, height * rows), layout="constrained", facecolor="white"
@@ -131,14 +131,16 @@ def _draw_lines(axes: Axes, panel: dict[str, Any]) -> None:
     _scale(axes.yaxis, log=panel.get("log_y", False))
     if joined and panel.get("log_x", False):
         _tick_few(axes, sorted({x for one in series for x in one["x"]}))
-    if _has_legend_below(panel):
-        axes.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3)
+    if _legend_rows(panel):
+        axes.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
     elif joined and len(panel["series"]) > 1:
         axes.legend(frameon=False, fontsize=8.5)
 
 
-def _has_legend_below(panel: dict[str, Any]) -> bool:
-    return panel.get("kind") is None and len(panel["series"]) > ROOM
+def _legend_rows(panel: dict[str, Any]) -> int:
+    """Below the panel; 0 if its legend is within, or if it has none."""
+    below = panel.get("kind") is None and len(panel["series"]) > ROOM
+    return -(-len(panel["series"]) // 2) if below else 0
 
 
 def _at_rest(panel: dict[str, Any]) -> float | None:
