@@ -125,7 +125,8 @@ def test_seeds_that_may_be_trained_and_those_that_are(workshop, corpus):
     assert [c.seed for c in only.seeds_of(config, (0, 1, 2))] == [1, 2]
 
 
-def test_what_is_missing_is_named(workshop, tmp_path):
+def test_what_is_missing_is_named(workshop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where nobody has prepared a corpus
     with pytest.raises(ValueError, match="ptb is needed, and data has no folder ptb: run `deqkit data prepare ptb"):
         replace(workshop, data=None).recipe("ptb-mini", corpus="ptb")
     with pytest.raises(ValueError, match="--data has no folder ptb: .* --out DATA/ptb`.* pass --data DATA") as told:
