@@ -200,3 +200,45 @@ def test_no_equilibrium_without_injection_per_call_either():
     model = make("post", cell={"inject": False}, depth=3)
     with pytest.raises(ValueError, match="inject"):
         model(tokens(), depth="equilibrium")
+
+
+# --- reading out earlier layers --------------------------------------------------------------------------------------
+
+
+@kinds
+def test_layers_on_the_way_can_be_read_out(kind):
+    model = make(kind, depth=5)
+    output = model(tokens(), tokens(), layers_every=2)
+    assert len(output.layers) == len(output.layer_losses) == 2  # the last layer is the output itself
+    for n, hidden, loss in zip((2, 4), output.layers, output.layer_losses, strict=True):
+        cut = model(tokens(), tokens(), depth=n)
+        close(hidden, cut.hidden)
+        close(loss, cut.loss)
+    assert model(tokens()).layers == () and model(tokens(), layers_every=5).layers == ()
+
+
+def test_layers_read_out_have_the_dropout_of_the_output():
+    model = make("post", depth=2, output_dropout=0.5).train()
+    output = model(tokens(), layers_every=1)
+    assert torch.equal(output.layers[0] == 0, output.hidden == 0) and bool((output.hidden == 0).any())
+
+
+def test_pieces_of_a_sequence_are_read_out_as_one():
+    model = make("post", depth=3, subsequences=2)
+    output = model(tokens(), layers_every=1)
+    assert [hidden.shape for hidden in output.layers] == [output.hidden.shape] * 2
+    first = tokens()[:, : -(-tokens().shape[1] // 2)]
+    alone = reconfigured(model, subsequences=1)(first, layers_every=1)
+    close(output.layers[1][:, : first.shape[1]], alone.layers[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers_every": 1, "depth": "equilibrium"}, "an equilibrium has no layers to read out"),
+        ({"layers_every": 0, "depth": 2}, "layers_every must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_read_out_is_told(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make("post")(tokens(), **settings)

@@ -109,3 +109,38 @@ def test_regularisers_are_logged_beside_the_loss_and_not_in_it(corpus, tmp_path)
     assert record["loss"] == plain["loss"]
     assert record["activation"] > 0 and record["temporal"] > 0
     assert record["grad_norm"] != plain["grad_norm"]
+
+
+@pytest.mark.parametrize("cell", [None, TRELLIS], ids=["transformer", "trellis"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_auxiliary_losses_are_those_of_the_stack_cut_off_earlier(cell, tied):
+    """Layers 2 and 4 of five: their loss is that of a stack that ends there."""
+    model = SequenceModel(tiny("unused", cell=cell, model={"depth": 5, "tied": tied}).model)
+    value, added, output = objective_of(model, auxiliary=0.5, auxiliary_every=2)
+    if tied:
+        cut = [model(TOKENS, TOKENS, depth=n).loss for n in (2, 4)]
+    else:
+        cut = []
+        for n in (2, 4):
+            shorter = SequenceModel(tiny("unused", cell=cell, model={"depth": n, "tied": False}).model)
+            weights = model.state_dict()
+            shorter.load_state_dict({name: weights[name] for name in shorter.state_dict()})
+            cut.append(shorter(TOKENS, TOKENS).loss)
+    expected = 0.5 * sum(cut) / 2
+    torch.testing.assert_close(added["auxiliary"], expected)
+    torch.testing.assert_close(value, output.loss + expected)
+    if tied:
+        weights = list(model.cells[0].parameters())
+        grads = [torch.autograd.grad(loss, weights) for loss in (added["auxiliary"], expected)]
+        torch.testing.assert_close(*grads)
+
+
+def test_a_shallow_start_without_earlier_layers_has_no_auxiliary_loss(corpus, tmp_path):
+    config = tiny(
+        corpus,
+        model={"depth": 3},
+        devices={"warmup_depth": 2, "warmup_steps": 3},
+        regulariser={"auxiliary": 0.1, "auxiliary_every": 2},
+    )
+    run(config, tmp_path / "run")
+    assert [r["step"] for r in metrics_of(tmp_path / "run", "train") if "auxiliary" in r] == [4, 5, 6]

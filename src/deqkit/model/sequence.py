@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,14 @@ from deqkit.layers import (
     TrellisCell,
     TrellisConfig,
 )
+from deqkit.layers.checks import check_whole
 from deqkit.layers.dropout import dropped, variational_mask
 from deqkit.layers.memory import check_memory
 from deqkit.model.config import ModelConfig
 from deqkit.model.decode import Generation, OnToken, generate
 from deqkit.model.decode_sample import Sampling
 from deqkit.model.decode_solve import SolveSettings
+from deqkit.model.output import Equation, ModelOutput
 from deqkit.model.start import LearnedStart, like_state, start_error
 from deqkit.solve import AbstractSolver, Fallback, Solution, Tolerance
 from deqkit.solve._fixed_point import check_settings
@@ -41,40 +43,6 @@ from deqkit.solve._packing import map_tensors
 # B samples, T positions, D width
 
 Depth = Literal["equilibrium"] | int
-
-
-class Equation(NamedTuple):
-    """What was solved, to look at or to penalise: with `f, args = equation.bind()`, z is near f(z, *args)."""
-
-    bind: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-    z: Any
-
-
-@dataclass(kw_only=True, slots=True)
-class ModelOutput:
-    """What a `SequenceModel` returns."""
-
-    z: Any
-    """The state at all positions of this segment: (B, T, D), for a trellis cell the pair (h, c)."""
-    hidden: Tensor
-    """What the softmax sees, (B, T, D)."""
-    memory: tuple[Any, ...]
-    """Pass it with the next segment. Detached; one entry a cell."""
-    solutions: tuple[Solution, ...]
-    """One solve for every subsequence, in order; empty for a stack."""
-    equations: tuple[Equation, ...] = ()
-    """What each of them solved."""
-    start_error: Tensor | None = None
-    """In training with a learned start: the guess's squared distance from z, relative to z. What its weights learn."""
-    nll: Tensor | None = None
-    """Negative log-likelihood of every target in token order, (B, T); None without targets."""
-    loss: Tensor | None = None
-    """Mean of `nll` over the targets that are not padding (negative); None without targets."""
-
-    @property
-    def solution(self) -> Solution | None:
-        """The solve; with subsequences the one that ended with the largest residual. None for a stack."""
-        return max(self.solutions, key=lambda s: float(s.residual.max()), default=None)
 
 
 class SequenceModel(nn.Module):
@@ -131,6 +99,7 @@ class SequenceModel(nn.Module):
         solver: AbstractSolver | Fallback | None = None,
         adjoint: AbstractAdjoint | None = None,
         depth: Depth | None = None,
+        layers_every: int | None = None,
     ) -> ModelOutput:
         """Score a segment.
 
@@ -141,15 +110,20 @@ class SequenceModel(nn.Module):
             tol, max_steps, solver, adjoint: settings of the solve for this call. The defaults are the configuration's,
                 which has a tolerance and step limit of its own for evaluation mode.
             depth: the depth for this call; a shallow one is a cheap start for training.
+            layers_every: of a stack, read out every so many layers before the last as well, for auxiliary losses.
         """
         _check_ids(tokens, targets)
         x_BTD = self.embed(tokens)
         settings = {"tol": tol, "max_steps": max_steps, "solver": solver, "adjoint": adjoint}
-        output = self.run_body(x_BTD, memory, depth=depth, **settings)
+        output = self.run_body(x_BTD, memory, depth=depth, layers_every=layers_every, **settings)
         if targets is not None:
-            output.nll = self.softmax.nll(output.hidden, targets.long())
-            output.loss = output.nll.sum() / (targets >= 0).sum().clamp(min=1)
+            output.nll, output.loss = self._score(output.hidden, targets)
+            output.layer_losses = tuple(self._score(hidden, targets)[1] for hidden in output.layers)
         return output
+
+    def _score(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        nll_BT = self.softmax.nll(hidden_BTD, targets_BT.long())
+        return nll_BT, nll_BT.sum() / (targets_BT >= 0).sum().clamp(min=1)
 
     def generate(
         self,
@@ -220,24 +194,39 @@ class SequenceModel(nn.Module):
         return self.softmax.log_probs(output.hidden)
 
     def run_body(
-        self, x_BTD: Tensor, memory: tuple[Any, ...] | None = None, *, depth: Depth | None = None, **settings: Any
+        self,
+        x_BTD: Tensor,
+        memory: tuple[Any, ...] | None = None,
+        *,
+        depth: Depth | None = None,
+        layers_every: int | None = None,
+        **settings: Any,
     ) -> ModelOutput:
         """Everything between embedding and softmax, piece by piece of a sequence that is cut into subsequences."""
         depth = self.config.depth if depth is None else depth
         self.config.check_depth(depth)
+        if layers_every is not None:
+            check_whole(1, layers_every=layers_every)
+            if depth == "equilibrium":
+                raise ValueError("an equilibrium has no layers to read out: leave out layers_every, or set depth")
         empty = tuple(cell.empty_memory(x_BTD) for cell in self.cells)
         memory = empty if memory is None else memory
         check_memory(memory, empty)
         # Normalised weights are the same for all pieces (spectral norm moves on at every reading).
         with parametrize.cached():
-            return self._run_pieces(x_BTD, memory, depth, settings)
+            return self._run_pieces(x_BTD, memory, depth, layers_every, settings)
 
     def _run_pieces(
-        self, x_BTD: Tensor, memory: tuple[Any, ...], depth: Depth, settings: dict[str, Any]
+        self,
+        x_BTD: Tensor,
+        memory: tuple[Any, ...],
+        depth: Depth,
+        layers_every: int | None,
+        settings: dict[str, Any],
     ) -> ModelOutput:
         cells = self.cells
         noises = [cell.sample_noise(x_BTD) for cell in cells]
-        states, solutions, equations, start_errors = [], [], [], []
+        states, layers, solutions, equations, start_errors = [], [], [], [], []
         *earlier, last = _pieces(x_BTD, self.config.num_pieces(x_BTD.shape[1]))
         for piece_BTD in (*earlier, last):
             # Pieces of one sequence see all that came before; from one sequence to the next mem_len positions go.
@@ -248,15 +237,18 @@ class SequenceModel(nn.Module):
                 solutions.append(solution)
                 equations.append(equation)
             else:
-                z, memory = self._run_layers(piece_BTD, memory, noises, depth, limit)
+                z, read, memory = self._run_layers(piece_BTD, memory, noises, depth, layers_every, limit)
+                layers.append(read)
             states.append(z)
             if guess_BTS is not None and self.training:
                 start_errors.append(start_error(guess_BTS, z))
         z = _concatenate(states)
         hidden_BTD = cells[-1].output(z)
+        mask = self._mask(hidden_BTD, self.config.output_dropout)
         return ModelOutput(
             z=z,
-            hidden=dropped(hidden_BTD, self._mask(hidden_BTD, self.config.output_dropout)),
+            hidden=dropped(hidden_BTD, mask),
+            layers=tuple(dropped(torch.cat(parts, 1), mask) for parts in zip(*layers, strict=True)),
             memory=map_tensors(Tensor.detach, memory),
             solutions=tuple(solutions),
             equations=tuple(equations),
@@ -286,9 +278,18 @@ class SequenceModel(nn.Module):
         return z, solution, equation, (cell.remember(memory[0], z, x_BTD, u, limit),)
 
     def _run_layers(
-        self, x_BTD: Tensor, memory: tuple[Any, ...], noises: list[Any], num_layers: int, limit: int | None
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """Tied layers all see the final states of earlier segments, untied ones those that their own layer saw."""
+        self,
+        x_BTD: Tensor,
+        memory: tuple[Any, ...],
+        noises: list[Any],
+        num_layers: int,
+        every: int | None,
+        limit: int | None,
+    ) -> tuple[Any, list[Tensor], tuple[Any, ...]]:
+        """The last state, what `every` some layers before it have for the softmax, and the memory that follows.
+
+        Tied layers all see the final states of earlier segments, untied ones those that their own layer saw.
+        """
         cells = self.cells
         bound, injections = [], []
         for cell, kept, noise in zip(cells, memory, noises, strict=True):
@@ -296,15 +297,17 @@ class SequenceModel(nn.Module):
             f, args = cell.bind(injections[-1], kept, noise)
             bound.append((compiled(f, _how_to_compile(self.config)), args))
         z = cells[0].initial_state(injections[0]) if self.injects else x_BTD
-        after = []
+        after, read = [], []
         for layer in range(num_layers):
             if not self.config.tied:
                 after.append(cells[layer].remember(memory[layer], z, x_BTD, injections[layer], limit))
             f, args = bound[layer % len(cells)]
             z = checkpoint(f, z, *args, use_reentrant=False) if self.config.checkpoint else f(z, *args)
+            if every and (layer + 1) % every == 0 and layer + 1 < num_layers:
+                read.append(cells[layer % len(cells)].output(z))
         if self.config.tied:
             after.append(cells[0].remember(memory[0], z, x_BTD, injections[0], limit))
-        return z, tuple(after)
+        return z, read, tuple(after)
 
     @property
     def injects(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from deqkit._plain import unknown
 from deqkit.paper import (
+    auxiliary,
     behaviour,
     copy_memory,
     devices,
@@ -44,7 +45,9 @@ PARTS: tuple[Part, ...] = (
     Part(title="Training memory (tables 2 and 3)", claims=memory.CLAIMS),
     Part(title="How equilibria behave (section 5.2, appendix D)", claims=(*behaviour.CLAIMS, *precision.CLAIMS)),
     Part(title="Time (table 4)", claims=runtime.CLAIMS),
-    Part(title="Remarks and training devices (appendix E)", claims=(*devices.CLAIMS, *remarks.CLAIMS)),
+    Part(
+        title="Remarks and training devices (appendix E)", claims=(*devices.CLAIMS, *remarks.CLAIMS, *auxiliary.CLAIMS)
+    ),
     Part(title="Tasks (appendix F)", claims=tasks.CLAIMS),
     Part(title="Full size: Penn Treebank (table 2)", claims=_of_table("2")),
     Part(title="Full size: WikiText-103 (table 3)", claims=_of_table("3")),

@@ -170,6 +170,9 @@ def _what_matters(config: TrainConfig) -> Any:
     if config.model.depth != "equilibrium":  # how an equilibrium would be solved for
         for name in ("solver", "tol", "max_steps", "eval_tol", "eval_max_steps", "adjoint"):
             del plain["model"][name]
+    if not config.regulariser.auxiliary:  # came later: what was trained before has its hash without
+        for name in ("auxiliary", "auxiliary_every"):
+            del plain["regulariser"][name]
     return plain
 
 

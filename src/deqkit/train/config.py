@@ -158,12 +158,16 @@ class RegulariserConfig:
     """Weight of the penalty on Jacobian modes larger than 1, which keeps solves short."""
     every: int = 3
     """Steps from one penalty to the next."""
+    auxiliary: float = 0.0
+    """Weight of the mean loss after earlier layers of a stack; an equilibrium has none."""
+    auxiliary_every: int = 4
+    """Layers from one of those losses to the next."""
 
     def __post_init__(self) -> None:
-        for name in ("activation", "temporal", "jacobian", "spectral"):
+        for name in ("activation", "temporal", "jacobian", "spectral", "auxiliary"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
-        _at_least(1, self, "every")
+        _at_least(1, self, "every", "auxiliary_every")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,6 +209,8 @@ class TrainConfig:
         _one_of(("float32", "bf16"), precision=self.precision)
         if self.model.depth != "equilibrium":
             self._check_stack()
+        elif self.regulariser.auxiliary:
+            raise ValueError("an equilibrium has no layers for auxiliary losses: set regulariser.auxiliary to 0")
         if self.devices.early_adjoint is not None:
             self.devices.early_adjoint.check_solver(self.model.solver)
         average_after = self.optimiser.average_after
@@ -230,6 +236,11 @@ class TrainConfig:
             raise ValueError('a stack has no solve that could start anywhere: set model.start to "zeros"')
         if regulariser.jacobian or regulariser.spectral:
             raise ValueError("Jacobian penalties are for an equilibrium: set regulariser.jacobian and spectral to 0")
+        if regulariser.auxiliary and regulariser.auxiliary_every >= self.model.depth:
+            raise ValueError(
+                f"regulariser.auxiliary_every {regulariser.auxiliary_every} leaves no layer before the last of "
+                f"{self.model.depth}: set a lower one, or regulariser.auxiliary to 0"
+            )
 
 
 def to_plain(config: Any) -> Any:

@@ -26,6 +26,8 @@ class Objective(nn.Module):
         self, tokens_BT: Tensor, targets_BT: Tensor, memory: Any, *, penalise: bool, **settings: Any
     ) -> tuple[Tensor, dict[str, Tensor], ModelOutput]:
         """The objective, the parts added to the loss by name, and the model's output."""
+        if self.config.auxiliary:
+            settings["layers_every"] = self.config.auxiliary_every
         output: ModelOutput = self.model(tokens_BT, targets_BT, memory, **settings)
         assert output.loss is not None
         added = self._added(output, penalise=penalise)
@@ -38,6 +40,8 @@ class Objective(nn.Module):
             added["activation"] = config.activation * hidden_BTD.square().mean()
         if config.temporal and hidden_BTD.shape[1] > 1:
             added["temporal"] = config.temporal * hidden_BTD.diff(dim=1).square().mean()
+        if output.layer_losses:  # a shallow start may have too few layers
+            added["auxiliary"] = config.auxiliary * torch.stack(output.layer_losses).mean()
         if output.start_error is not None:
             added["start"] = START_WEIGHT * output.start_error
         if penalise:
