@@ -129,18 +129,19 @@ def test_a_stack_is_causal_too(kind):
 @both
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_checkpointing_changes_neither_values_nor_gradients(kind, tied, dropout, pieces):
+@pytest.mark.parametrize(("pieces", "every"), [(1, 1), (2, 1), (1, 3), (2, 4)])
+def test_checkpointing_changes_neither_values_nor_gradients(kind, tied, dropout, pieces, every):
     options = ALL_DROPOUT if dropout else {}
     cell = CELL_DROPOUT[kind] if dropout else {}
     model = make(kind, cell={**cell, "normalise": "weight"}, depth=4, tied=tied, subsequences=pieces, **options)
-    other = reconfigured(model, checkpoint=True)
+    other = reconfigured(model, checkpoint=True, checkpoint_every=every)
     ids, targets = tokens(), tokens(seed=6)
     results = []
     for m in (model, other):
         torch.manual_seed(9)
-        output = m(ids, targets)
-        results.append((output.nll, gradients(m, output.loss)))
+        output = m(ids, targets, layers_every=2)
+        loss = output.loss + sum(output.layer_losses)
+        results.append((torch.stack([*output.layers, output.hidden]), gradients(m, loss)))
     close(results[1][0], results[0][0], 1e-12)
     for name, grad in results[0][1].items():
         close(results[1][1][name], grad, 1e-12)

@@ -65,8 +65,8 @@ def test_steps_through_training():
 
 
 @pytest.mark.parametrize(
-    ("last", "backward", "holds"), [(12, 0.5, True), (4, 0.5, False), (12, 1.5, False)]
-)  # grows and fewer; falls; more products than evaluations
+    ("last", "backward", "holds"), [(12, 0.5, True), (4, 0.5, False), (12, 1.5, True)]
+)  # grows; falls; that there are more products than evaluations is another row's matter
 def test_figure_2_left_is_decided_by_the_records(last, backward, holds, setting, monkeypatch):
     workshop, scale = setting
     evals = torch.linspace(6, last, 20).tolist()
@@ -247,10 +247,13 @@ def test_growth_is_decided_by_the_norm_and_the_evaluations(setting, monkeypatch)
 
     def norms(model, task, scale, *, sign=1.0):
         value = next(values)
-        return {"operator norm": value, "evaluations": sign * value, "spectral radius": -value, "residual": 0.0}
+        figures = {"operator norm": value, "evaluations": sign * value, "spectral radius": -value}
+        return {**figures, "residual": 0.0, "converged": 1.0 if value < 3 else 0.5}
 
     monkeypatch.setattr(stability, "_jacobian", norms)
-    assert stability.jacobian_growth(workshop, scale=scale).holds is True
+    outcome = stability.jacobian_growth(workshop, scale=scale)
+    assert outcome.holds is True and "not within 200" in outcome.measured  # half of the last ones gave up
+    assert "an equilibrium for 50% of the sequences in the end" in outcome.remark
     values = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
     monkeypatch.setattr(stability, "_jacobian", lambda *args: norms(*args, sign=-1.0))
     assert stability.jacobian_growth(workshop, scale=scale).holds is False
@@ -271,3 +274,40 @@ def test_the_papers_inference_must_be_cheaper_at_no_loss(perplexity, evals, hold
     monkeypatch.setattr(stability, "_paper_inference", lambda *args: tested)
     outcome = stability.paper_tolerance(workshop, scale=scale)
     assert outcome.holds is holds and "perplexities of their 1,234 tokens" in outcome.scale
+
+
+def solves(converged, mean):
+    return {"converged": converged, "evaluations": {"mean": mean}}
+
+
+@pytest.mark.parametrize(
+    ("solved", "stacked", "holds"),
+    [
+        (solves(1.0, 8.0), solves(1.0, 10.0), True),
+        (solves(1.0, 9.5), solves(1.0, 10.0), False),  # about as many
+        (solves(1.0, 90.0), solves(0.2, 10.0), True),  # stacking does not get there
+        (solves(0.9, 5.0), solves(1.0, 10.0), False),
+    ],
+)
+def test_solving_is_quicker_if_it_converges_in_fewer_evaluations(solved, stacked, holds, setting, monkeypatch):
+    workshop, scale = setting
+    found = {stacking.SOLVING: solved, stacking.STACKING: stacked, stacking.MORE: solved}
+    monkeypatch.setattr(stacking, "_solved_and_stacked", lambda *args: found)
+    assert stacking.solve_quicker(workshop, scale=scale).holds is holds
+
+
+@pytest.mark.parametrize(
+    ("perplexities", "holds"),
+    [
+        ([9.0, 8.0, 7.99, 7.98], True),
+        ([9.0, 8.0, 8.0, 8.2], False),  # deeper than trained is worse
+        ([7.0, 8.0, 8.0, 8.0], False),  # depth does not help
+    ],
+)
+def test_unrolling_is_decided_by_depth(perplexities, holds, setting, monkeypatch):
+    """Trained with 3 layers: depths 1, 3, 6 and 12."""
+    workshop, scale = setting
+    by_depth = dict(zip((1, 3, 6, 12), perplexities, strict=True))
+    tested = lambda self, run, *, max_batches, depth: {"perplexity": by_depth[depth]}  # noqa: E731
+    monkeypatch.setattr(type(workshop), "tested", tested)
+    assert stacking.unrolling(workshop, scale=scale).holds is holds

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from deqkit.paper import devices
+from deqkit.paper import devices, imbalance
 from deqkit.paper.solves import sample_text
 from deqkit.paper.subjects import untrained
 from paper.tiny_scale import check_outcome, make_workshop
@@ -17,7 +17,7 @@ def setting(tmp_path_factory):
 
 
 def full_checks():
-    return {claim.row: claim.full.func for claim in devices.CLAIMS}  # pyright: ignore
+    return {claim.row: claim.full.func for claim in (*devices.CLAIMS, *imbalance.CLAIMS)}  # pyright: ignore
 
 
 @pytest.mark.parametrize("row", full_checks())
@@ -200,7 +200,7 @@ def test_compaction_changes_time_and_nothing_else(setting):
     run = workshop.trained(scale.transformer(workshop))
     tokens = sample_text(run.task(), length=16, count=4)
     tokens[0] = tokens[0, 0]
-    measured = devices._compaction(run, tokens, rounds=2)
+    measured = imbalance._compaction(run, tokens, rounds=2)
     assert measured["evaluations"]["min"] <= measured["evaluations"]["mean"] <= measured["evaluations"]["max"]
     assert set(measured["seconds"]) == {"compact", "whole batch"} and measured["time"]["ratio"] > 0
     assert run.model.core.compact
@@ -210,5 +210,5 @@ def test_compaction_changes_time_and_nothing_else(setting):
 def test_imbalance_is_decided_by_the_slowest(largest, holds, setting, monkeypatch):
     workshop, scale = setting
     one = {"evaluations": {"min": 8, "mean": 10.0, "max": largest}, "time": {"ratio": 1.0, "low": 1.0, "high": 1.0}}
-    monkeypatch.setattr(devices, "_compaction", lambda *args: one)
-    assert devices.imbalance(workshop, scale=scale).holds is holds
+    monkeypatch.setattr(imbalance, "_compaction", lambda *args: one)
+    assert imbalance.imbalance(workshop, scale=scale).holds is holds

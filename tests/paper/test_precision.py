@@ -135,3 +135,18 @@ def test_a_loose_tolerance_gives_another_gradient(setting):
     for loose in ({"forward": Tolerance(rtol=0.1)}, {"backward": Tolerance(rtol=0.1)}):
         error = relative_difference(gradient(model, tokens, **loose).parts, exact.parts)
         assert 1e-4 < error < 1
+
+
+@pytest.mark.parametrize(("products", "holds"), [(6.0, True), (6.7, False), (9.0, False)])
+def test_fewer_products_are_decided_at_equal_tolerances(products, holds, setting, monkeypatch):
+    asked = []
+
+    def counted(model, tokens, *, forward, backward):
+        asked.append((forward, backward))
+        counts = ({"evaluations": {"mean": mean}} for mean in (10.0, products))
+        return Gradient([torch.ones(1)], 3.0, *counts)
+
+    monkeypatch.setattr(precision, "gradient", counted)
+    workshop, scale = setting
+    assert precision.backward_fewer(workshop, scale=scale).holds is holds
+    assert all(forward == backward for forward, backward in asked[:-1]) and asked[-1][0] is PAPER_FORWARD

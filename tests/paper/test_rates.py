@@ -97,9 +97,11 @@ def test_all_models_that_are_compared_after_as_many_steps_are_searched():
     searched = [one for claim in rates.CLAIMS for one in contenders_of(claim)]
     rows = {claim.row: contenders_of(claim) for claim in language.CLAIMS if "contenders" in keywords_of(claim)}
     missing = {(row, one.label) for row, compared in rows.items() for one in compared if one not in searched}
-    # Of ptb-mini there are two contenders, with the same training.
+    # Of the same training there may be several contenders; the stack of 10 is no contender, but what the shallow start
+    # of the others comes to alone.
     long = {(row, one.label) for row, compared in rows.items() if row.startswith("best-") for one in compared}
-    assert missing == {("lstm", language.DEQ), *long}
+    again = {("lstm", language.DEQ), ("lstm-wikitext-2", language.DEQ), ("table-2-ptb", language.LSTM)}
+    assert missing == {("table-2-ptb", "tied stack of 10"), *again, *long}
 
 
 def keywords_of(claim):

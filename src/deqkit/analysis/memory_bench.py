@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ COMPARISONS: tuple[tuple[str, str, bool, float | None, float | None], ...] = (
     ("transformer-adaptive", "transformer-adaptive-untied-18", False, 3.7, 9.0),
     ("transformer-adaptive", "transformer-adaptive-untied-18", True, 3.7, None),
 )
+GROUPS = (1, 2, 4, 8)
+"""Layers between two checkpoints that are tried."""
 MAX_SHARE_OF_60_LAYERS, MAX_CHANGE_BY_STEPS = 0.10, 0.02
 
 OnProgress = Callable[[str, int, int], None]
@@ -62,6 +64,9 @@ def run_memory_bench(config: MemoryBenchConfig, *, on_progress: OnProgress) -> d
             model, batch=config.batch, length=config.length, body_only=True, abstract=not config.real
         )
         measured[name] = {**asdict(memory), "peak": memory.peak}
+    for layers in dict.fromkeys(row[1] for row in COMPARISONS if row[2]):
+        tried = [f"{_name(layers, True)} {every}" for every in GROUPS if f"{_name(layers, True)} {every}" in measured]
+        measured[_name(layers, True)] = min((measured.pop(name) for name in tried), key=lambda held: held["peak"])
     comparisons = [_compare(measured, *row) for row in COMPARISONS]
     return {
         **results_header(benchmark="bench memory", seed=0, config=config),
@@ -75,11 +80,21 @@ def _jobs(config: MemoryBenchConfig) -> dict[str, ModelConfig]:
     jobs: dict[str, ModelConfig] = {}
     for equilibrium, layers, checkpointing, *_ in COMPARISONS:
         jobs[equilibrium] = _with_limit(PAPER_MODELS[equilibrium](), config.max_steps)
-        jobs[_name(layers, checkpointing)] = replace(PAPER_MODELS[layers](), checkpoint=checkpointing)
+        if checkpointing:
+            jobs |= {f"{_name(layers, True)} {every}": model for every, model in checkpointed(PAPER_MODELS[layers]())}
+        else:
+            jobs[layers] = PAPER_MODELS[layers]()
     for limit in config.step_limits:
         jobs[f"trellis-ptb, {limit} steps"] = _with_limit(PAPER_MODELS["trellis-ptb"](), limit)
         jobs[f"transformer-small, {limit} steps"] = _with_limit(PAPER_MODELS["transformer-small"](), limit)
     return jobs
+
+
+def checkpointed(model: ModelConfig) -> Iterator[tuple[int, ModelConfig]]:
+    """The stack with checkpoints between groups of layers, by their size: the one that needs least counts."""
+    for every in GROUPS:
+        if every < int(model.depth):
+            yield every, replace(model, checkpoint=True, checkpoint_every=every)
 
 
 def _with_limit(model: ModelConfig, max_steps: int) -> ModelConfig:

@@ -25,6 +25,9 @@ class ModelConfig:
     """One cell for all layers of a stack; False gives every layer its own."""
     checkpoint: bool = False
     """Keep only the states between the layers of a stack, and compute the rest again in the backward pass."""
+    checkpoint_every: int = 1
+    """Layers from one kept state to the next. With larger groups there are fewer states and more of one group's
+    intermediate results: which needs less depends on the cell."""
     compile: bool = False
     """Evaluate what `torch.compile` makes of the cell, in training. The first steps then take minutes, and on a CPU the
     others are slower too; for GPUs, where it was not tried."""
@@ -69,6 +72,9 @@ class ModelConfig:
         self.adjoint.check_solver(self.solver)
         if self.depth == "equilibrium" and self.checkpoint:
             raise ValueError("an equilibrium keeps no layers that checkpointing could save; set depth, or drop it")
+        check_whole(1, checkpoint_every=self.checkpoint_every)
+        if self.checkpoint_every > 1 and not self.checkpoint:
+            raise ValueError(f"checkpoint_every {self.checkpoint_every} needs checkpoint=True")
         if self.start not in ("zeros", "learned"):
             raise ValueError(f'start must be "zeros" or "learned", got {self.start!r}')
         if self.start == "learned" and self.is_baseline:

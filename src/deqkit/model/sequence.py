@@ -298,14 +298,22 @@ class SequenceModel(nn.Module):
             bound.append((compiled(f, _how_to_compile(self.config)), args))
         z = cells[0].initial_state(injections[0]) if self.injects else x_BTD
         after, read = [], []
-        for layer in range(num_layers):
-            if not self.config.tied:
-                after.append(cells[layer].remember(memory[layer], z, x_BTD, injections[layer], limit))
-            f, args = bound[layer % len(cells)]
-            z = checkpoint(f, z, *args, use_reentrant=False) if self.config.checkpoint else f(z, *args)
-            if every and (layer + 1) % every == 0 and layer + 1 < num_layers:
-                read.append(cells[layer % len(cells)].output(z))
-        if self.config.tied:
+        tied, through = self.config.tied, _through
+        if self.config.checkpoint:
+            through = partial(checkpoint, _through, use_reentrant=False)
+        for first in range(0, num_layers, self.config.checkpoint_every):
+            group = range(first, min(first + self.config.checkpoint_every, num_layers))
+            applied = [bound[layer % len(cells)] for layer in group]
+            states = through(applied, z, keep=not tied or every is not None)
+            if not tied:
+                for layer, before in zip(group, (z, *states), strict=False):
+                    after.append(cells[layer].remember(memory[layer], before, x_BTD, injections[layer], limit))
+            if every is not None:
+                for layer, state in zip(group, states, strict=True):
+                    if (layer + 1) % every == 0 and layer + 1 < num_layers:
+                        read.append(cells[layer % len(cells)].output(state))
+            z = states[-1]
+        if tied:
             after.append(cells[0].remember(memory[0], z, x_BTD, injections[0], limit))
         return z, read, tuple(after)
 
@@ -319,6 +327,15 @@ class SequenceModel(nn.Module):
 
     def extra_repr(self) -> str:
         return f"depth={self.config.depth}, mem_len={self.config.mem_len}"
+
+
+def _through(applied: Sequence[tuple[Any, tuple[Any, ...]]], z: Any, *, keep: bool) -> list[Any]:
+    """The states after each of these layers, or after the last alone."""
+    states = []
+    for f, args in applied:
+        z = f(z, *args)
+        states = [*states, z] if keep else [z]
+    return states
 
 
 def _make_cell(config: ModelConfig) -> TransformerCell | TrellisCell | RecurrentNetwork | ConvolutionNetwork:

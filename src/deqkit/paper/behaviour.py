@@ -64,7 +64,6 @@ def figure_2_left(workshop: Workshop, *, scale: Scale) -> Outcome:
     first, last = numbers["plain"]["first quarter"], numbers["plain"]["last quarter"]
     kept = numbers["penalised"]
     grows = all(last[direction] > first[direction] for direction in ("forward", "backward"))
-    fewer = all(n["last quarter"]["backward"] < n["last quarter"]["forward"] for n in numbers.values())
     model = runs["plain"].config.model
     return Outcome(
         measured=f"trained as in the paper, first to last quarter: forward {first['forward']:.1f} to "
@@ -73,20 +72,19 @@ def figure_2_left(workshop: Workshop, *, scale: Scale) -> Outcome:
         f"{kept['last quarter']['forward']:.1f} and {kept['first quarter']['backward']:.1f} to "
         f"{kept['last quarter']['backward']:.1f}",
         scale=describe(*runs.values()),
-        holds=grows and fewer,
+        holds=grows,
         numbers={
             **numbers,
             "grows": grows,
-            "backward needs fewer": fewer,
             "figure": figure(x="training step", y="evaluations or products a solve", series=series),
             "caption": "Evaluations of f (forward) and products with its Jacobian (backward) a solve, in two "
             "trainings that differ by the penalty alone.",
         },
         remark=f"Growth is cut off at the training's limits of {model.max_steps} evaluations and "
         f"{getattr(model.adjoint, 'max_steps', '-')} products, and judged at its tolerances (forward "
-        f"{model.tol.rtol:g} relative, looser than the paper's). Holds if both counts are higher in the last quarter "
-        "than in the first, and if products are fewer than evaluations in both trainings. Of the last quarter's "
-        "forward solves "
+        f"{model.tol.rtol:g} relative, looser than the paper's). Holds if both counts of the training as in the paper "
+        "are higher in the last quarter than in the first. That products are fewer is due to their looser tolerance "
+        "and lower limit (`backward-fewer` compares them at equal ones). Of the last quarter's forward solves "
         + " and ".join(f"{n['unconverged, last quarter']:.0%} {LABELS[name]}" for name, n in numbers.items())
         + " did not converge within the limit.",
     )
@@ -173,7 +171,7 @@ CLAIMS: tuple[Claim, ...] = (
         figure_2_left,
         row="figure-2-left",
         where="figure 2, left",
-        claim="solves take more and more steps as training goes on, and fewer backward than forward",
+        claim="solves take more and more steps as training goes on, forward and backward",
         paper="a plot",
     ),
     *stacking.CLAIMS,

@@ -1,4 +1,4 @@
-"""Appendix E: weight norm, dropout, shallow warm-up, cheap early steps, subsequences, samples that wait."""
+"""Appendix E: weight norm, dropout, shallow warm-up, cheap early steps, subsequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from deqkit.adjoint import OneStep
-from deqkit.analysis.timing import compare_steps
-from deqkit.model import SequenceModel
+from deqkit.analysis.training_memory import training_memory
 from deqkit.paper.behaviour import through_training
 from deqkit.paper.claim import Claim, Outcome
+from deqkit.paper.measure import shallow_model
 from deqkit.paper.solves import account, curve, figure, sample_text
 from deqkit.paper.stacking import QUICKER
 from deqkit.paper.subjects import Scale, at_both_scales, changed, describe, is_transformer, untrained
@@ -28,8 +28,6 @@ SLIGHT = 1.01
 """Up to this factor two perplexities are as good as each other."""
 LOOSER = 4.0
 """By what the tolerance of early steps is multiplied."""
-SMALL_IMBALANCE = 1.5
-"""The slowest sample of a batch over the mean, up to which imbalance counts as "relatively small"."""
 MOSTLY = 0.95
 """The share of solves that must converge for their evaluations to be compared: others end at the limit."""
 NUM_DRAWS = 8
@@ -177,15 +175,21 @@ def warm_up(workshop: Workshop, *, scale: Scale) -> Outcome:
     config = scale.plain(workshop)
     change = replace(config, devices=DeviceConfig(warmup_steps=config.steps // 2))
     runs, scratch, warm = _pair(workshop, scale, "warm-up", change)
+    peaks = {
+        name: training_memory(model, batch=config.data.batch, length=config.data.length).peak
+        for name, model in (("shallow", shallow_model(change)), ("equilibrium", config.model))
+    }
     faster, as_good = warm["work"] < scratch["work"], warm["perplexity"] <= SLIGHT * scratch["perplexity"]
     return Outcome(
         measured=f"{scratch['work']:,.0f} evaluations and products from scratch, {warm['work']:,.0f} with 2 layers in "
         f"the first half; {_told('from scratch', scratch)}; {_told('with 2 layers first', warm)}",
         scale=describe(*runs),
         holds=faster and as_good,
-        numbers={"scratch": scratch, "warm-up": warm, "faster": faster, "as good": as_good},
+        numbers={"scratch": scratch, "warm-up": warm, "faster": faster, "as good": as_good, "peaks": peaks},
         remark="The same number of steps and one learning-rate schedule; holds if the warm-up saves evaluations and "
-        "products and its perplexity is at most 1 % worse.",
+        "products and its perplexity is at most 1 % worse. The paper's shallow stack saves memory as well: a training "
+        f"step with its 2 layers needs {peaks['shallow'] / 2**20:.0f} MiB, one of the equilibrium "
+        f"{peaks['equilibrium'] / 2**20:.0f} (counted).",
     )
 
 
@@ -296,56 +300,6 @@ def _in_pieces(run: LoadedRun, count: int, scale: Scale) -> dict[str, Any]:
     return {**account(output.solutions), "loss": float(output.loss)}
 
 
-def imbalance(workshop: Workshop, *, scale: Scale) -> Outcome:
-    """Evaluations of the samples of a batch, and what it saves to let go of those that are done."""
-    run = workshop.trained(scale.transformer(workshop))
-    natural = sample_text(run.task(), length=run.config.data.eval_length, count=16)
-    # A repeated word is about as easy as text can be, so half the batch is done long before the other.
-    easy = natural[:8, :1].expand(-1, natural.shape[1])
-    batches = {
-        "one sequence 16 times": natural[:1].expand(16, -1),
-        "16 test sequences": natural,
-        "8 of them, 8 of one repeated word": torch.cat([easy, natural[8:]]),
-    }
-    numbers: dict[str, Any] = {}
-    for name, tokens in batches.items():
-        workshop.tell(f"imbalance: {name}")
-        numbers[name] = _compaction(run, tokens, scale.rounds)
-    one = numbers["16 test sequences"]["evaluations"]
-    ratio = one["max"] / one["mean"]
-    return Outcome(
-        measured="; ".join(
-            f"{name}: {n['evaluations']['mean']:.1f} evaluations ({n['evaluations']['min']} to "
-            f"{n['evaluations']['max']}), with compaction {n['time']['ratio']:.2f} of the time ({n['time']['low']:.2f} "
-            f"to {n['time']['high']:.2f})"
-            for name, n in numbers.items()
-        ),
-        scale=f"means of 16 samples, residual {PIECES_TOL.rtol:g}; {scale.rounds} interleaved rounds, "
-        f"processor time; {describe(run)}",
-        holds=ratio <= SMALL_IMBALANCE,
-        numbers={**numbers, "slowest over mean": ratio, "bar": SMALL_IMBALANCE},
-        remark="The claim is about imbalance in natural batches; what compaction saves beyond it is ours.",
-    )
-
-
-@torch.no_grad()
-def _compaction(run: LoadedRun, tokens: Tensor, rounds: int) -> dict[str, Any]:
-    models = {"compact": changed(run), "whole batch": changed(run)}
-    models["whole batch"].core.compact = False
-
-    def solve(model: SequenceModel) -> Solution:
-        (solution,) = model(tokens, tol=PIECES_TOL, max_steps=200).solutions
-        return solution
-
-    compared = compare_steps({name: lambda m=model: solve(m) for name, model in models.items()}, rounds=rounds)
-    evals = solve(models["compact"]).num_evals
-    return {
-        "evaluations": {"min": int(evals.min()), "mean": float(evals.double().mean()), "max": int(evals.max())},
-        "seconds": compared["seconds"],
-        "time": compared["ratios"]["whole batch"],
-    }
-
-
 CLAIMS: tuple[Claim, ...] = (
     at_both_scales(
         weight_norm,
@@ -375,7 +329,7 @@ CLAIMS: tuple[Claim, ...] = (
         early_precision,
         row="early-precision",
         where="appendix E, further",
-        claim="solves and gradients may be rough in early training: precision pays late",
+        claim="solves and gradients may be rough in early training",
         paper="- (a shallow start is the paper's way of it)",
         full_time="ten minutes of a core for each training, four of them",
     ),
@@ -386,12 +340,5 @@ CLAIMS: tuple[Claim, ...] = (
         claim="the pieces of a long sequence are easier to solve than the whole",
         paper="likely easier",
         full_time=SHORT_TRAININGS,
-    ),
-    at_both_scales(
-        imbalance,
-        row="imbalance",
-        where="appendix E",
-        claim="samples of a batch differ little in how many steps they need",
-        paper="relatively small",
     ),
 )

@@ -23,7 +23,7 @@ the claim holds there. A result that does not hold is shown as such. What needs 
 and names the command that would measure it.
 
 ```
-deqkit paper                                  # the quick version of every row that has one
+deqkit paper                                  # the quick version of every row
 deqkit paper copy-memory                      # of one
 deqkit paper --full copy-memory               # at full length
 deqkit paper --full lstm --seeds 2 --reuse    # another seed, beside those that results/ has
@@ -38,13 +38,17 @@ that of the check: a model that was there already, trained for this row before o
 what the training of its models took stands beside it where that is known.
 
 Words that come back: an *evaluation* is one application of f; a *product* is one of a vector with its Jacobian J, in
-the backward solve; ||J|| is the largest singular value of J. A *stack* has layers in the place of an equilibrium:
-*tied* ones are one cell applied again and again, *untied* ones have weights of their own. A *shallow start* trains a
-stack of few tied layers first. *Compaction* lets samples leave the batch once they are solved; a *piece* is a part of a
-sequence that is solved after the one before. *Our penalty* is a term of the training loss that holds back eigenvalues
-of J beyond 1; the paper has none. A *leak* is how much a change of later text changes the loss of earlier text. Of two
-models one is *ahead* if it is better by more than 1 %, else they are *level*. A row is *open* if it was measured and
-nothing follows: two models are level, or too few solves converged.
+the backward solve; ||J|| is the largest singular value of J. *Pairs* are the changes of state and residual that a
+solver keeps from its last evaluations. An *injection* is what a cell adds of the input at every evaluation. A *learned
+start* is a guess at the equilibrium from the input, trained beside the model, where its solves begin. A *recipe* is a
+complete configuration of a training (`deqkit recipes`); a *nat* is the unit of a loss in natural logarithms. A *stack*
+has layers in the place of an equilibrium: *tied* ones are one cell applied again and again, *untied* ones have weights
+of their own. A *shallow start* trains a stack of few tied layers first. *Compaction* lets samples leave the batch once
+they are solved; a *piece* is a part of a sequence that is solved after the one before. *Our penalty* is a term of the
+training loss that holds back eigenvalues of J beyond 1; the paper has none. A *leak* is how much a change of later text
+changes the loss of earlier text. Of two models one is *ahead* if it is better by more than 1 %, else they are *level*,
+which on several seeds refutes a claim to be ahead. A row is *open* if it was measured and nothing follows: two models
+are level on the one seed there is, or too few solves converged.
 
 Rows on Penn Treebank, WikiText-2 or WikiText-103 want the corpus: `deqkit data prepare ptb --from RAW --out data/ptb`,
 where RAW is a folder with train.txt, valid.txt and test.txt.

@@ -123,7 +123,10 @@ def subsequence_gradient(workshop: Workshop, *, scale: Scale) -> Outcome:
             "bytes without context": {str(n): _memory(run, subsequences=n, mem_len=1) for n in PIECES},
         }
     exact = all(d <= SAME for one in numbers.values() for d in one["difference"].values())
-    ratios = {kind: max(one["bytes"].values()) / one["bytes"]["1"] for kind, one in numbers.items()}
+    most = {kind: max(one["bytes"][str(n)] for n in PIECES[1:]) for kind, one in numbers.items()}
+    ratios = {kind: most[kind] / one["bytes of one layer"] for kind, one in numbers.items()}
+    of_whole = {kind: most[kind] / one["bytes"]["1"] for kind, one in numbers.items()}
+    told = ", ".join(f"{ratio:.2f} ({kind})" for kind, ratio in of_whole.items())
     return Outcome(
         measured="; ".join(
             f"{kind}: gradients in {', '.join(one['difference'])} pieces differ from those of the whole by "
@@ -135,10 +138,17 @@ def subsequence_gradient(workshop: Workshop, *, scale: Scale) -> Outcome:
         scale=f"float64, no dropout, test sequences of {LENGTH}; memory of the body for a training batch, solves to "
         f"their limits; {describe(*runs.values())}",
         holds=exact and all(ratio <= NO_MORE for ratio in ratios.values()),
-        numbers={**numbers, "exact": exact, "memory ratios": ratios, "bars": {"same": SAME, "memory": NO_MORE}},
+        numbers={
+            **numbers,
+            "exact": exact,
+            "memory, of f applied once": ratios,
+            "memory, of the whole": of_whole,
+            "bars": {"same": SAME, "memory": NO_MORE},
+        },
         remark=f"Holds if the gradients are equal (to {SAME:g}) and no number of pieces takes more than {NO_MORE:g} of "
-        "the memory of the whole. Beyond one application of f a solve holds its pairs and temporaries. "
-        + _without_context(numbers["transformer"]["bytes without context"]),
+        "the memory of f applied once to the whole. Beyond that a solve, of pieces as of the whole, holds its pairs "
+        f"and temporaries: pieces take at most {told} of what "
+        "the whole takes at once. " + _without_context(numbers["transformer"]["bytes without context"]),
     )
 
 

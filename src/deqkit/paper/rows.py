@@ -10,9 +10,11 @@ from deqkit._plain import unknown
 from deqkit.paper import (
     auxiliary,
     behaviour,
+    causality,
     copy_memory,
     devices,
     elsewhere,
+    imbalance,
     language,
     memory,
     precision,
@@ -41,12 +43,13 @@ def _of_table(table: str) -> tuple[Claim, ...]:
 PARTS: tuple[Part, ...] = (
     Part(title="Theorems and properties (sections 3 and 4)", claims=(*theorems.CLAIMS, *properties.CLAIMS)),
     Part(title="Copy memory (table 1)", claims=copy_memory.CLAIMS),
-    Part(title="Language modelling (tables 2 and 3)", claims=(*language.CLAIMS, *rates.CLAIMS)),
+    Part(title="Language modelling (tables 2 and 3)", claims=(*language.CLAIMS, *causality.CLAIMS, *rates.CLAIMS)),
     Part(title="Training memory (tables 2 and 3)", claims=memory.CLAIMS),
     Part(title="How equilibria behave (section 5.2, appendix D)", claims=(*behaviour.CLAIMS, *precision.CLAIMS)),
     Part(title="Time (table 4)", claims=runtime.CLAIMS),
     Part(
-        title="Remarks and training devices (appendix E)", claims=(*devices.CLAIMS, *remarks.CLAIMS, *auxiliary.CLAIMS)
+        title="Remarks and training devices (appendix E)",
+        claims=(*devices.CLAIMS, *imbalance.CLAIMS, *remarks.CLAIMS, *auxiliary.CLAIMS),
     ),
     Part(title="Tasks (appendix F)", claims=tasks.CLAIMS),
     Part(title="Full size: Penn Treebank (table 2)", claims=_of_table("2")),

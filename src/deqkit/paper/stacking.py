@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import statistics
+from itertools import pairwise
 from typing import Any
 
+from deqkit.model import SequenceModel
 from deqkit.paper.claim import Claim, Outcome
-from deqkit.paper.solves import curve, equation_of, evals_to, figure, median_traces, sample_text, turns
-from deqkit.paper.subjects import Scale, at_both_scales, describe
+from deqkit.paper.solves import (
+    account,
+    curve,
+    equation_of,
+    evals_to,
+    figure,
+    median_traces,
+    sample_text,
+    solutions_on_test,
+    turns,
+)
+from deqkit.paper.subjects import Scale, at_both_scales, changed, describe
 from deqkit.paper.workshop import Workshop
-from deqkit.solve import Broyden, FixedPointIteration
+from deqkit.solve import Broyden, FixedPointIteration, Tolerance
 from deqkit.train.load import LoadedRun
 
 SOLVED = 1e-3
@@ -20,7 +32,12 @@ SETTLED = 0.1
 """A stack has come to rest once the change from layer to layer is this share of the second layer's."""
 TURNING = -0.5
 """A cosine between successive steps below which layers undo each other for the most part: an oscillation."""
-STACKING, SOLVING = "layer after layer", "Broyden"
+STACKING, SOLVING, MORE = "layer after layer", "Broyden", "Broyden with more pairs"
+MORE_PAIRS = 30
+SOLVED_BATCHES = 4
+"""Of the test split: solves to a tight tolerance, by plain iteration too, take long."""
+NO_WORSE = 1.005
+"""Up to this factor a perplexity is no worse."""
 
 
 def _follow(run: LoadedRun, *, length: int, scale: Scale) -> dict[str, Any]:
@@ -153,8 +170,8 @@ def appendix_d(workshop: Workshop, *, scale: Scale) -> Outcome:
         f"{TURNING:g}, over the later half of the layers until steps are rounding), and Broyden needs fewer "
         "evaluations than stacking on it. A stack's residual is its change by a layer. Comes to rest: transformer "
         f"{_yes(converges['transformer'])}, trellis {_yes(converges['trellis'])}; turns back: {_yes(oscillates)}; "
-        f"Broyden is quicker: transformer {_yes(easier['transformer'])}, trellis {_yes(easier['trellis'])} (of which "
-        "the paper says nothing: information moves on by a kernel's width with every evaluation, whoever asks for it). "
+        f"Broyden is quicker: transformer {_yes(easier['transformer'])}, trellis {_yes(easier['trellis'])} (for which "
+        "`solve-quicker` asks). "
         f"All lengths but the shortest are longer than what the models were trained on "
         f"({runs['transformer'].config.data.length} positions and as many of memory).",
     )
@@ -168,6 +185,90 @@ def _panel(of: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     stacked = [curve(f"T = {length}", one["traces"][STACKING]) for length, one in of.items()]
     longest = max(of)
     return [*stacked, curve(f"T = {longest}, Broyden", of[longest]["traces"][SOLVING])]
+
+
+def solve_quicker(workshop: Workshop, *, scale: Scale) -> Outcome:
+    runs = {
+        "transformer": workshop.trained(scale.transformer(workshop)),
+        "trellis": workshop.trained(scale.trellis(workshop)),
+    }
+    found = {name: _solved_and_stacked(workshop, run, run.model, scale) for name, run in runs.items()}
+    quicker = {name: _clearly_fewer(of[SOLVING], of[STACKING]) for name, of in found.items()}
+    size = runs["trellis"].config.model.subsequence_length
+    uncut = changed(runs["trellis"], subsequence_length=None)
+    whole = _solved_and_stacked(workshop, runs["trellis"], uncut, scale)
+    return Outcome(
+        measured="; ".join(
+            f"{name}: {SOLVING} {_told_solves(of[SOLVING])}, {STACKING} {_told_solves(of[STACKING])}"
+            for name, of in found.items()
+        ),
+        scale=f"test segments of {runs['transformer'].config.data.eval_length}, those of the trellis in pieces of "
+        f"{size}, to {SOLVED:g} within {scale.depth} evaluations; {describe(*runs.values())}",
+        holds=all(quicker.values()),
+        numbers={"found": found, "quicker": quicker, "trellis, not in pieces": whole},
+        remark=f"Holds for a model if more of its solves converge, or as many and in at most {QUICKER:.0%} of the "
+        "evaluations: "
+        + ", ".join(f"{name} {_yes(one)}" for name, one in quicker.items())
+        + ". What a trellis cell knows of a position moves on by a kernel's width with every evaluation, whoever asks "
+        f"for it: not cut in pieces its segments take {SOLVING} {_told_solves(whole[SOLVING])}, {STACKING} "
+        f"{_told_solves(whole[STACKING])}; with {MORE_PAIRS} pairs {_told_solves(whole[MORE])}.",
+    )
+
+
+def _solved_and_stacked(workshop: Workshop, run: LoadedRun, model: SequenceModel, scale: Scale) -> dict[str, Any]:
+    """What solves of test segments take, with a solver and with plain iteration."""
+    solvers = {
+        SOLVING: Broyden(memory=10, group="prefix"),
+        STACKING: FixedPointIteration(),
+        MORE: Broyden(memory=MORE_PAIRS, group="prefix"),
+    }
+    settings: dict[str, Any] = {"tol": Tolerance(rtol=SOLVED, patience=scale.depth), "max_steps": scale.depth}
+    found = {}
+    for name, solver in solvers.items():
+        workshop.tell(f"solving or stacking: {run.config.recipe}, {name}")
+        solutions = solutions_on_test(run, model=model, max_batches=SOLVED_BATCHES, solver=solver, **settings)
+        found[name] = account(solutions)
+    return found
+
+
+def _clearly_fewer(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    if ours["converged"] != theirs["converged"]:
+        return ours["converged"] > theirs["converged"]
+    return ours["evaluations"]["mean"] <= QUICKER * theirs["evaluations"]["mean"]
+
+
+def _told_solves(found: dict[str, Any]) -> str:
+    missed = "" if found["converged"] == 1 else f" ({found['converged']:.0%} converge)"
+    return f"{found['evaluations']['mean']:.1f} evaluations{missed}"
+
+
+def unrolling(workshop: Workshop, *, scale: Scale) -> Outcome:
+    run = workshop.trained(scale.transformer_layers(workshop))
+    own = int(run.config.model.depth)
+    depths = [own // 8, own // 4, own // 2, own, 2 * own, 4 * own]
+    depths = sorted({max(1, depth) for depth in depths})
+    found = {depth: workshop.tested(run, max_batches=scale.max_batches, depth=depth)["perplexity"] for depth in depths}
+    up_to = [found[depth] for depth in depths if depth <= own]
+    improves = all(b <= NO_WORSE * a for a, b in pairwise(up_to)) and up_to[-1] < up_to[0]
+    stays = all(found[depth] <= NO_WORSE * found[own] for depth in depths if depth > own)
+    return Outcome(
+        measured="test perplexity " + ", ".join(f"{found[depth]:.1f} with {depth} layers" for depth in depths),
+        scale=f"trained with {own} layers; {describe(run)}",
+        holds=improves and stays,
+        numbers={
+            "perplexity": {str(depth): value for depth, value in found.items()},
+            "improves": improves,
+            "stays": stays,
+            "figure": figure(
+                x="layers",
+                y="test perplexity",
+                series=[curve("the trained stack", list(found.values()), depths)],
+                log_x=True,
+            ),
+        },
+        remark=f"Holds if perplexity falls with every doubling up to the depth of training (or rises by less than "
+        f"{NO_WORSE - 1:.1%}) and at up to four times that depth is no more than {NO_WORSE - 1:.1%} higher.",
+    )
 
 
 CLAIMS: tuple[Claim, ...] = (
@@ -186,5 +287,19 @@ CLAIMS: tuple[Claim, ...] = (
         claim="tied stacks tend to a fixed point as they get deeper, transformers in oscillations; quasi-Newton "
         "methods find that of transformers more easily",
         paper="two plots, T = 100, 200, 400, 800",
+    ),
+    at_both_scales(
+        solve_quicker,
+        row="solve-quicker",
+        where="section 1",
+        claim="to solve for the equilibrium directly is quicker than to iterate the layer until it comes to rest",
+        paper="in practice",
+    ),
+    at_both_scales(
+        unrolling,
+        row="unrolling",
+        where="section 3, weight tying",
+        claim="a network of tied layers can be unrolled to any depth, and its features improve with depth",
+        paper="typically (cited)",
     ),
 )

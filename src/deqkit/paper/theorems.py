@@ -243,7 +243,7 @@ def any_solver(workshop: Workshop) -> Outcome:
         holds=max(*apart.values(), *grads.values()) <= SAME,
         numbers={"states": apart, "gradients": grads, "evaluations": evals, "spectral radius": radius, "bar": SAME},
         remark="Where f has several equilibria, or plain iteration diverges, solvers may end at different points or "
-        "none; on trained cells see figure-2-right and appendix-d.",
+        "none; on a trained cell see auxiliary-losses.",
     )
 
 

@@ -170,9 +170,12 @@ def _what_matters(config: TrainConfig) -> Any:
     if config.model.depth != "equilibrium":  # how an equilibrium would be solved for
         for name in ("solver", "tol", "max_steps", "eval_tol", "eval_max_steps", "adjoint"):
             del plain["model"][name]
-    if not config.regulariser.auxiliary:  # came later: what was trained before has its hash without
+    # Settings that came later: what was trained before has its hash without.
+    if not config.regulariser.auxiliary:
         for name in ("auxiliary", "auxiliary_every"):
             del plain["regulariser"][name]
+    if not config.model.checkpoint:
+        del plain["model"]["checkpoint_every"]
     return plain
 
 
