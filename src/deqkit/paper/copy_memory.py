@@ -26,7 +26,7 @@ BAR, BAR_MINUTES = 1e-6, 20
 """What we ask of ourselves on two cores, for every seed."""
 LONGER = (400, 800, 1600)
 """T at which a model trained at 400 is tested."""
-LONGEST = (800, 1200, 1600)
+LONGEST = (1200, 1600)
 """T beyond the paper's that are trained."""
 HOUR = 60.0
 REMEMBERED = 0.5
@@ -207,7 +207,8 @@ def longest(
         f"solved: a validation loss of at most {solved:g}",
         holds=True if solves and shows else False if fails else None,
         numbers={"found": found, "longest": max(lengths, default=None)},
-        remark=f"Asked: T of at least {asked} within an hour.{_growth(configs(workshop)[0])}"
+        remark=f"Asked: T of at least {asked} within an hour; the longest of these that was solved within one is "
+        f"{max(lengths, default='none')}.{_growth(configs(workshop)[0])}"
         + ("" if shows else f" The claim is about T above {PAPER_T}: a shorter one leaves it open."),
     )
 
@@ -306,9 +307,9 @@ CLAIMS: tuple[Claim, ...] = (
         full=partial(
             longest,
             configs=lambda workshop: [at_T(workshop.recipe("copy-memory-long"), T) for T in LONGEST],
-            asked=2 * PAPER_T,
+            asked=3 * PAPER_T,
             solved=PAPER["DEQ-Transformer"],
         ),
-        full_time="an hour",
+        full_time="an hour and a half",
     ),
 )
