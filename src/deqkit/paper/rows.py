@@ -15,6 +15,7 @@ from deqkit.paper import (
     devices,
     elsewhere,
     imbalance,
+    inverse,
     language,
     memory,
     precision,
@@ -41,7 +42,10 @@ def _of_table(table: str) -> tuple[Claim, ...]:
 
 
 PARTS: tuple[Part, ...] = (
-    Part(title="Theorems and properties (sections 3 and 4)", claims=(*theorems.CLAIMS, *properties.CLAIMS)),
+    Part(
+        title="Theorems and properties (sections 3 and 4)",
+        claims=(*theorems.CLAIMS, *inverse.CLAIMS, *properties.CLAIMS),
+    ),
     Part(title="Copy memory (table 1)", claims=copy_memory.CLAIMS),
     Part(title="Language modelling (tables 2 and 3)", claims=(*language.CLAIMS, *causality.CLAIMS, *rates.CLAIMS)),
     Part(title="Training memory (tables 2 and 3)", claims=memory.CLAIMS),
