@@ -143,7 +143,7 @@ def test_fewer_products_are_decided_at_equal_tolerances(products, holds, setting
 
     def counted(model, tokens, *, forward, backward):
         asked.append((forward, backward))
-        counts = ({"evaluations": {"mean": mean}} for mean in (10.0, products))
+        counts = ({"evaluations": {"median": count}} for count in (10.0, products))
         return Gradient([torch.ones(1)], 3.0, *counts)
 
     monkeypatch.setattr(precision, "gradient", counted)

@@ -93,8 +93,8 @@ def low_rank(workshop: Workshop, *, sizes: tuple[int, ...] = SIZES) -> Outcome:
             "figure": figure(x="numbers in the state", y="milliseconds", series=series, log_x=True, log_y=True),
         },
         remark="Newton's method takes the exact Jacobian, which is known here in closed form, and its dense inverse. "
-        f"Holds if both end at the same point and a last doubling of the state takes Newton at least {CUBIC:g} times as "
-        f"long, Broyden at most {LINEAR:g} times.",
+        f"Holds if both end at the same point and the last doubling of the state takes Newton at least {CUBIC:g} times "
+        f"as long, Broyden at most {LINEAR:g} times.",
     )
 
 

@@ -121,9 +121,10 @@ def initialisation(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=not any(failing.values()),
         numbers={**numbers, "not solved": failing},
         remark=f"Where Broyden failed, Anderson{_rescued(numbers, 'Anderson')} and Newton-Krylov with three times the "
-        f"evaluations{_rescued(numbers, 'Newton-Krylov')} were tried. Attention adds to the state "
-        "before LN, so weights near zero make f nearly the identity and I - J nearly singular; large ones make J "
-        "large. Our recipes scale down the weights that act on the state.",
+        f"evaluations{_rescued(numbers, 'Newton-Krylov')} were tried. As in the released code, attention "
+        "adds to the state before LN, so weights near zero make f nearly the identity and I - J nearly singular; large "
+        "ones make J large. The paper's formula has no such sum; that cell was not tried. Our recipes scale down the "
+        "weights that act on the state.",
     )
 
 

@@ -34,8 +34,9 @@ TURNING = -0.5
 """A cosine between successive steps below which layers undo each other for the most part: an oscillation."""
 STACKING, SOLVING, MORE = "layer after layer", "Broyden", "Broyden with more pairs"
 MORE_PAIRS = 30
-SOLVED_BATCHES = 4
+SOLVED_BATCHES = 2
 """Of the test split: solves to a tight tolerance, by plain iteration too, take long."""
+MOST_EVALUATIONS = 200
 NO_WORSE = 1.005
 """Up to this factor a perplexity is no worse."""
 
@@ -192,18 +193,18 @@ def solve_quicker(workshop: Workshop, *, scale: Scale) -> Outcome:
         "transformer": workshop.trained(scale.transformer(workshop)),
         "trellis": workshop.trained(scale.trellis(workshop)),
     }
-    found = {name: _solved_and_stacked(workshop, run, run.model, scale) for name, run in runs.items()}
+    found = {name: _solved_and_stacked(workshop, run, run.model) for name, run in runs.items()}
     quicker = {name: _clearly_fewer(of[SOLVING], of[STACKING]) for name, of in found.items()}
     size = runs["trellis"].config.model.subsequence_length
     uncut = changed(runs["trellis"], subsequence_length=None)
-    whole = _solved_and_stacked(workshop, runs["trellis"], uncut, scale)
+    whole = _solved_and_stacked(workshop, runs["trellis"], uncut)
     return Outcome(
         measured="; ".join(
             f"{name}: {SOLVING} {_told_solves(of[SOLVING])}, {STACKING} {_told_solves(of[STACKING])}"
             for name, of in found.items()
         ),
         scale=f"test segments of {runs['transformer'].config.data.eval_length}, those of the trellis in pieces of "
-        f"{size}, to {SOLVED:g} within {scale.depth} evaluations; {describe(*runs.values())}",
+        f"{size}, to {SOLVED:g} within {MOST_EVALUATIONS} evaluations; {describe(*runs.values())}",
         holds=all(quicker.values()),
         numbers={"found": found, "quicker": quicker, "trellis, not in pieces": whole},
         remark=f"Holds for a model if more of its solves converge, or as many and in at most {QUICKER:.0%} of the "
@@ -215,19 +216,19 @@ def solve_quicker(workshop: Workshop, *, scale: Scale) -> Outcome:
     )
 
 
-def _solved_and_stacked(workshop: Workshop, run: LoadedRun, model: SequenceModel, scale: Scale) -> dict[str, Any]:
+def _solved_and_stacked(workshop: Workshop, run: LoadedRun, model: SequenceModel) -> dict[str, Any]:
     """What solves of test segments take, with a solver and with plain iteration."""
     solvers = {
         SOLVING: Broyden(memory=10, group="prefix"),
         STACKING: FixedPointIteration(),
         MORE: Broyden(memory=MORE_PAIRS, group="prefix"),
     }
-    settings: dict[str, Any] = {"tol": Tolerance(rtol=SOLVED, patience=scale.depth), "max_steps": scale.depth}
+    tol = Tolerance(rtol=SOLVED, patience=MOST_EVALUATIONS)
+    settings: dict[str, Any] = {"tol": tol, "max_steps": MOST_EVALUATIONS, "max_batches": SOLVED_BATCHES}
     found = {}
     for name, solver in solvers.items():
         workshop.tell(f"solving or stacking: {run.config.recipe}, {name}")
-        solutions = solutions_on_test(run, model=model, max_batches=SOLVED_BATCHES, solver=solver, **settings)
-        found[name] = account(solutions)
+        found[name] = account(solutions_on_test(run, model=model, solver=solver, **settings))
     return found
 
 
@@ -252,7 +253,7 @@ def unrolling(workshop: Workshop, *, scale: Scale) -> Outcome:
     improves = all(b <= NO_WORSE * a for a, b in pairwise(up_to)) and up_to[-1] < up_to[0]
     stays = all(found[depth] <= NO_WORSE * found[own] for depth in depths if depth > own)
     return Outcome(
-        measured="test perplexity " + ", ".join(f"{found[depth]:.1f} with {depth} layers" for depth in depths),
+        measured="test perplexity " + ", ".join(f"{found[depth]:.1f} with {depth}" for depth in depths) + " layers",
         scale=f"trained with {own} layers; {describe(run)}",
         holds=improves and stays,
         numbers={
