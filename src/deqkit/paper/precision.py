@@ -160,8 +160,8 @@ def backward_fewer(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=all(share <= MUCH_FEWER for share in shares.values()),
         numbers={"found": found, "products, of the evaluations": shares, "bar": MUCH_FEWER},
         remark="Medians over the sequences, with the same relative tolerance for both, and with the paper's pair, "
-        "sqrt(T) 1e-5 and sqrt(T) 1e-8. Broyden's method with 20 pairs forward, Anderson's with 10 backward, where its "
-        f"start is the gradient of the loss. Holds if products are at most {MUCH_FEWER:.0%} of the evaluations at each. "
+        "sqrt(T) 1e-5 and sqrt(T) 1e-8. Broyden's method with 20 pairs forward, Anderson's with 10 backward, from "
+        f"the gradient of the loss. Holds if products are at most {MUCH_FEWER:.0%} of the evaluations each time. "
         "The backward system is linear, but it has the eigenvalues of the same J, on which either solve's length "
         "depends near the equilibrium. Where trainings take fewer products (`figure-2-left`), they ask less of the "
         "backward solve.",
