@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deqkit.paper import auxiliary
+from deqkit.paper.solves import sample_text
 from deqkit.train.recipes import layers
 from paper.tiny_scale import check_outcome, make_workshop
 
@@ -65,7 +66,7 @@ def test_layers_are_followed_as_they_are_applied(setting):
     config = layers(scale.plain(workshop), 3, tied=True)
     run = workshop.trained(config)
     found = auxiliary._by_layer(run, 3, scale)
-    tokens = auxiliary.sample_text(run.task(), length=config.data.eval_length + 1, count=scale.num_samples)
+    tokens = sample_text(run.task(), length=config.data.eval_length + 1, count=scale.num_samples)
     with torch.no_grad():
         cut = [run.model(tokens[:, :-1], tokens[:, 1:], depth=n) for n in (1, 2, 3)]
     assert found["losses"] == pytest.approx([float(output.loss) for output in cut], rel=1e-6)

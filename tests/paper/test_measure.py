@@ -263,8 +263,9 @@ def test_neither_is_ahead_within_what_seeds_differ_by(ratio, state):
     ],
 )
 def test_being_level_refutes_a_claim_to_be_ahead_on_several_seeds(standings, seeds, ahead):
-    named = dict(zip(("tied", "untied"), standings, strict=True))
-    assert language._is_ahead(named, {label: [1.0] * seeds for label in named}) is ahead
+    labels = ["tied", "untied"]
+    by_seed = {label: [1.0] * seeds for label in labels}
+    assert language._is_ahead(dict(zip(labels, standings, strict=True)), by_seed) is ahead
 
 
 def test_a_learned_start_is_counted_and_tried_without(workshop, corpus):

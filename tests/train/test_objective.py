@@ -126,7 +126,7 @@ def test_auxiliary_losses_are_those_of_the_stack_cut_off_earlier(cell, tied):
             weights = model.state_dict()
             shorter.load_state_dict({name: weights[name] for name in shorter.state_dict()})
             cut.append(shorter(TOKENS, TOKENS).loss)
-    expected = 0.5 * sum(cut) / 2
+    expected = 0.5 * torch.stack(cut).mean()
     torch.testing.assert_close(added["auxiliary"], expected)
     torch.testing.assert_close(value, output.loss + expected)
     if tied:

@@ -113,8 +113,9 @@ class Workshop:
                 raise KeyboardInterrupt(f"interrupted at {where}; the same command goes on there")
         # The data may have another place than when the run was trained.
         run = replace(load_run(folder.path), config=config)
-        seconds = [record.get("processor_seconds") for record in self.metrics(run)]
-        self.used[folder.path.name] = None if None in seconds else sum(seconds)
+        records = self.metrics(run)
+        counted = all("processor_seconds" in record for record in records)
+        self.used[folder.path.name] = sum(r["processor_seconds"] for r in records) if counted else None
         return run
 
     def tested(self, run: LoadedRun, split: str = "test", **settings: Any) -> dict[str, Any]:

@@ -236,7 +236,7 @@ class TrainConfig:
             raise ValueError('a stack has no solve that could start anywhere: set model.start to "zeros"')
         if regulariser.jacobian or regulariser.spectral:
             raise ValueError("Jacobian penalties are for an equilibrium: set regulariser.jacobian and spectral to 0")
-        if regulariser.auxiliary and regulariser.auxiliary_every >= self.model.depth:
+        if regulariser.auxiliary and regulariser.auxiliary_every >= int(self.model.depth):
             raise ValueError(
                 f"regulariser.auxiliary_every {regulariser.auxiliary_every} leaves no layer before the last of "
                 f"{self.model.depth}: set a lower one, or regulariser.auxiliary to 0"
