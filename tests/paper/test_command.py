@@ -27,7 +27,6 @@ def bug(workshop):
 
 CHEAP = (
     Claim(row="cheap", where="table 9", claim="it works", paper="42", quick=lambda w: FIGURE, full=lambda w: FIGURE),
-    Claim(row="long-only", where="table 9", claim="it lasts", paper="42", full=lambda w: FIGURE, full_time="a year"),
     Claim(row="quick-only", where="table 9", claim="it is", paper="-", quick=no_file),
     Claim(row="commands", where="table 8", claim="so", paper="-", quick=nothing, elsewhere=("deqkit a", "deqkit b")),
     Claim(row="prose", where="section 7", claim="so", paper="-", quick=nothing, source="a book"),
@@ -63,7 +62,7 @@ def test_all_quick_rows(cheap, paper, tmp_path):
     status, out, _ = paper()
     assert status == 0
     assert "cheap (table 9): does not hold" in out and "41 of 42" in out and "tried twice" in out
-    assert "0 hold, 1 do not, 0 open, 3 not measured" in out and "Only at full length: long-only" in out
+    assert "0 hold, 1 do not, 0 open, 3 not measured" in out
     found = json.loads((tmp_path / "results" / "paper_quick.json").read_text())["rows"]
     assert set(found) == {"cheap", "quick-only", "commands", "prose"}
     assert found["cheap"]["holds"] is False and found["cheap"]["numbers"] == {"a": 1}
@@ -72,19 +71,26 @@ def test_all_quick_rows(cheap, paper, tmp_path):
 
 
 def test_full_length(cheap, paper, tmp_path):
-    status, out, _ = paper("--full", "cheap", "long-only")
+    status, out, _ = paper("--full", "cheap")
     assert status == 0 and "written to" in out
-    found = json.loads((tmp_path / "results" / "paper" / "long-only.json").read_text())
-    assert found["row"] == "long-only" and found["full"] is True and found["measured"] == "41 of 42"
+    found = json.loads((tmp_path / "results" / "paper" / "cheap.json").read_text())
+    assert found["row"] == "cheap" and found["full"] is True and found["measured"] == "41 of 42"
     assert not (tmp_path / "results" / "paper_quick.json").exists()
 
 
 def test_reuse(paper, monkeypatch):
     """What a result has measured is handed to the row that asks for it, if the caller wants that."""
     found = {"found": [{"label": "one", "runs": [{"training_hash": "f00"}, {"seed": 1}]}]}
-    first = Claim(row="first", where="-", claim="-", paper="-", full=lambda w: replace(FIGURE, numbers=found))
+    first = Claim(
+        row="first", where="-", claim="-", paper="-", quick=nothing, full=lambda w: replace(FIGURE, numbers=found)
+    )
     second = Claim(
-        row="second", where="-", claim="-", paper="-", full=lambda w: replace(FIGURE, measured=str(dict(w.reusable)))
+        row="second",
+        where="-",
+        claim="-",
+        paper="-",
+        quick=nothing,
+        full=lambda w: replace(FIGURE, measured=str(dict(w.reusable))),
     )
     monkeypatch.setattr(rows, "CLAIMS", (first, second))
     paper("--full", "first")
@@ -104,7 +110,6 @@ def test_json(cheap, paper):
     [
         (["cheep"], "unknown row 'cheep'; did you mean 'cheap'?"),
         (["--full"], "--full takes hours a row: name the rows"),
-        (["long-only"], "long-only has no quick version: run `deqkit paper --full long-only` (a year)"),
         (["--full", "quick-only"], "quick-only has no longer version: run `deqkit paper quick-only`"),
         (["--full", "cheap", "quick-only"], "quick-only has no longer version"),  # before anything is run
         (["--full", "commands"], "commands is not measured here; elsewhere: `deqkit a`, then `deqkit b`"),

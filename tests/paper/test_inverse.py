@@ -26,18 +26,19 @@ def test_both_methods_end_where_plain_iteration_does():
 
 
 def test_the_row(workshop):
-    numbers = check_outcome(inverse.low_rank(workshop, sizes=(8, 16)))
-    assert numbers["same point"] is True and numbers["growth"]["newton"] > 0
+    numbers = check_outcome(inverse.low_rank(workshop, sizes=(8, 16), large_sizes=(32, 64)))
+    assert numbers["same point"] is True and set(numbers["large"]) == {"32", "64"}
 
 
 @pytest.mark.parametrize(
-    ("newton", "broyden", "holds"), [(8.0, 1.5, True), (2.0, 1.5, False), (8.0, 8.0, False)]
-)  # cubic and flat; no matrix worth naming; both cubic
+    ("newton", "broyden", "holds"), [(8.0, 1.5, True), (4.0, 1.5, False), (8.0, 8.0, False)]
+)  # cubic and flat; an exact square; both cubic
 def test_growth_decides(newton, broyden, holds, workshop, monkeypatch):
-    rounds = iter([1.0, 1.0, newton, broyden])
+    seconds = {8: {"newton": 1.0}, 16: {"newton": newton}, 32: {"32": 1.0, "64": broyden}}
 
-    def timed(calls, *, rounds_=rounds, **_):
-        return {name: Timing((next(rounds_),)) for name in calls}
+    def timed(calls, *, rounds):
+        times = seconds[next(iter(calls.values())).args[0].shape[-1]]
+        return {name: Timing((times.get(name, 1.0),)) for name in calls}
 
     monkeypatch.setattr(inverse, "interleaved", timed)
-    assert inverse.low_rank(workshop, sizes=(8, 16)).holds is holds
+    assert inverse.low_rank(workshop, sizes=(8, 16), large_sizes=(32, 64)).holds is holds

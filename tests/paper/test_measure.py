@@ -268,6 +268,11 @@ def test_being_level_refutes_a_claim_to_be_ahead_on_several_seeds(standings, see
     assert language._is_ahead(dict(zip(labels, standings, strict=True)), by_seed) is ahead
 
 
+@pytest.mark.parametrize(("by_seed", "ahead"), [([0.996, 0.995, 0.997], None), ([0.996, 1.001, 0.997], False)])
+def test_a_small_lead_on_every_seed_is_not_refuted(by_seed, ahead):
+    assert language._is_ahead({"tied": "level"}, {"tied": by_seed}) is ahead
+
+
 def test_a_learned_start_is_counted_and_tried_without(workshop, corpus):
     config = equilibrium(corpus)
     learned = replace(config, recipe="learned", model=replace(config.model, start="learned"))
@@ -336,6 +341,11 @@ def test_what_a_solver_that_mixes_positions_gains_most_is_told(workshop, corpus,
     assert "Of 6 limits the solver without causality has the lower perplexity at 1 and the higher one at 2." in (
         outcome.remark
     )
+    assert outcome.holds is True
+    monkeypatch.setattr(Workshop, "tested", lambda self, run, **settings: {"perplexity": 9.0, "num_tokens": 10})
+    monkeypatch.setattr(causality, "measure_leak", lambda *args, **settings: 0.0)
+    blind = causality.causal(workshop, config=lambda workshop: equilibrium(corpus), max_batches=2)
+    assert blind.holds is None  # it did not see the other solver's leak
 
 
 def test_the_quick_lstm_has_the_size_of_the_demo(workshop):
@@ -414,6 +424,9 @@ def test_table_1_is_about_the_others_too(workshop, monkeypatch, tcn, lstm, holds
     outcome = copy_memory.table_1(workshop, contenders=contenders, T=5, solved=1e-6, budget="")
     assert outcome.holds is holds
     assert ("begun to tell symbols apart" in outcome.remark) == (lstm < 1)
+    compared = [*contenders, Contender(label="GRU", config=lambda workshop: tiny("copy-memory"))]
+    outcome = copy_memory.table_1(workshop, contenders=contenders, T=5, solved=1e-6, budget="", compared=compared)
+    assert outcome.holds is (False if holds is False else None) and "Not trained: GRU." in outcome.remark
 
 
 def test_trellis_cells_are_measured_too(workshop, corpus):

@@ -137,13 +137,16 @@ def test_a_loose_tolerance_gives_another_gradient(setting):
         assert 1e-4 < error < 1
 
 
-@pytest.mark.parametrize(("products", "holds"), [(6.0, True), (6.7, False), (9.0, False)])
-def test_fewer_products_are_decided_at_equal_tolerances(products, holds, setting, monkeypatch):
+@pytest.mark.parametrize(
+    ("products", "converged", "holds"), [(6.0, 1.0, True), (6.7, 1.0, False), (9.0, 1.0, False), (6.0, 0.9, None)]
+)
+def test_fewer_products_are_decided_at_equal_tolerances(products, converged, holds, setting, monkeypatch):
     asked = []
 
     def counted(model, tokens, *, forward, backward):
         asked.append((forward, backward))
-        counts = ({"evaluations": {"median": count}} for count in (10.0, products))
+        assert model.config.start == "zeros"  # a learned start would have begun the forward solve's work
+        counts = ({"evaluations": {"median": count}, "converged": converged} for count in (10.0, products))
         return Gradient([torch.ones(1)], 3.0, *counts)
 
     monkeypatch.setattr(precision, "gradient", counted)

@@ -85,6 +85,18 @@ def test_what_is_better_at_the_end_decides(search, monkeypatch):
     assert run(tuned=1.0).holds is True
 
 
+def test_models_that_were_not_searched_leave_the_claim_open(search, corpus):
+    workshop, _ = search
+    config = replace(layers(tiny(corpus), 2, tied=True), recipe="stack", steps=LONG)
+    stack = Contender(label="stack", config=lambda workshop: config)
+    other = Contender(label="other", config=stack.config)
+    outcome = learning_rates(
+        workshop, contenders=[stack], text="bytes", steps=LONG, tuned=99.0, compared=[stack, other]
+    )
+    assert outcome.holds is None and "Not trained: other." in outcome.remark
+    assert "Short trainings" not in outcome.remark  # all the steps that its recipe has
+
+
 def test_what_was_measured_before_is_not_trained_again(corpus, tmp_path):
     config = tiny(corpus)
     workshop = Workshop(runs=tmp_path, reusable={training_hash(config): {"valid": {"perplexity": 5.0}}})

@@ -96,8 +96,7 @@ class Paper(Command):
         return self._check(claims)
 
     def _check(self, named: list[Claim]) -> int:
-        # A row without a quick version is skipped only if nobody asked for it.
-        claims = named or [claim for claim in CLAIMS if claim.quick is not None]
+        claims = named or list(CLAIMS)
         for claim in claims:
             check_of(claim, full=self.full)  # a mistake is told before the first one takes hours
         reusable = read_measured(self.out) if self.reuse else {}
@@ -124,17 +123,15 @@ class Paper(Command):
         if self.json:
             print(json.dumps(results))
         elif results:
-            self._sum_up([claim for claim in claims if claim.row in results], results, all_rows=not named)
+            self._sum_up([claim for claim in claims if claim.row in results], results)
         return status
 
-    def _sum_up(self, claims: list[Claim], results: dict[str, Result], *, all_rows: bool) -> None:
+    def _sum_up(self, claims: list[Claim], results: dict[str, Result]) -> None:
         console = _console()
         console.print(_table(claims, results))
         console.print(_count(results), highlight=False)
         if not self.full:
             console.print(f"Written to {self.out / QUICK_FILE}", highlight=False, soft_wrap=True)
-        if all_rows and (longer := [claim.row for claim in CLAIMS if claim.quick is None]):
-            console.print(f"Only at full length: {', '.join(longer)}", highlight=False, soft_wrap=True)
 
     def _list(self, claims: list[Claim] | tuple[Claim, ...]) -> int:
         if self.json:

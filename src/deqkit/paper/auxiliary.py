@@ -17,7 +17,7 @@ from deqkit.paper.claim import Outcome
 from deqkit.paper.equalities import relative_difference
 from deqkit.paper.precision import EXACT, EXACT_STEPS, in_float64
 from deqkit.paper.remarks import SAME
-from deqkit.paper.solves import Equation, curve, equation_of, figure, sample_text
+from deqkit.paper.solves import Equation, curve, equation_of, figure, sample_text, yes
 from deqkit.paper.stability import LENGTH
 from deqkit.paper.subjects import Scale, at_both_scales, describe
 from deqkit.paper.workshop import Workshop
@@ -43,6 +43,8 @@ WEIGHT = 1.0
 """Of the auxiliary losses' mean: as much as the loss itself, "strong" ones."""
 NUM_LOSSES = 3
 """Layers on the way that have one."""
+CLEARLY = 0.9
+"""At most this share of a loss or a change is a lower one."""
 UNTIED_RATE = 0.75
 """Learning rate of untied layers, as a multiple of that of tied ones."""
 
@@ -154,12 +156,15 @@ def auxiliary_effect(workshop: Workshop, *, scale: Scale) -> Outcome:
             ],
         },
         remark="Means over layers before the last, and over the changes from one layer's output to the next one's, "
-        "relative to its size. Holds if with auxiliary losses both are lower, for tied layers and for untied ones: "
+        f"relative to its size. Holds if with auxiliary losses both are at most {CLEARLY:.0%} of what they are "
+        "without, for tied layers and for untied ones: "
         + "; ".join(
-            f"{kind} {_yes(one['closer to the target'])} and {_yes(one['closer to each other'])}"
+            f"{kind} {yes(one['closer to the target'])} and {yes(one['closer to each other'])}"
             for kind, one in effect.items()
         )
-        + f". {plain.steps} steps each, dropout as in training's recipe, one seed; nothing else was tried.",
+        + ". To solve for an equilibrium, to which the paper likens this, does not decide; "
+        f"its cell is followed layer by layer here as well. {plain.steps} steps each, dropout as in training's recipe, "
+        "one seed; nothing else was tried.",
     )
 
 
@@ -188,8 +193,8 @@ def _by_layer(run: LoadedRun, depth: int, scale: Scale) -> dict[str, list[float]
 
 def _effect(without: Mapping[str, list[float]], supervised: Mapping[str, list[float]]) -> dict[str, bool]:
     return {
-        "closer to the target": _mean(supervised["losses"][:-1]) < _mean(without["losses"][:-1]),
-        "closer to each other": _mean(supervised["changes"]) < _mean(without["changes"]),
+        "closer to the target": _mean(supervised["losses"][:-1]) <= CLEARLY * _mean(without["losses"][:-1]),
+        "closer to each other": _mean(supervised["changes"]) <= CLEARLY * _mean(without["changes"]),
     }
 
 
@@ -200,10 +205,6 @@ def _panel(title: str, found: Mapping[str, Mapping[str, list[float]]], name: str
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"
 
 
 CLAIMS = (
@@ -218,9 +219,8 @@ CLAIMS = (
         auxiliary_effect,
         row="auxiliary-losses-effect",
         where="appendix D",
-        claim="auxiliary losses have an effect like that of solving for the equilibrium: the layers of a stack are "
-        "close to the target and to each other",
-        paper="in a certain sense; not measured",
+        claim="auxiliary losses bring the layers of a stack closer to the target and to each other",
+        paper="in a certain sense an effect similar to that of solving for the equilibrium; not measured",
         full_time="ten minutes of a core for each training, five of them",
     ),
 )

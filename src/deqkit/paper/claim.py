@@ -43,8 +43,8 @@ class Claim:
     """What it says, in our words."""
     paper: str
     """The paper's own figure; a dash where it gives none."""
-    quick: Check | None = None
-    """Minutes at most, on what deqkit carries with it. None: only at full length."""
+    quick: Check
+    """Minutes at most, on what deqkit carries with it."""
     full: Check | None = None
     """At full length; None where the quick check is all there is to it."""
     full_time: str = ""

@@ -179,6 +179,7 @@ def warm_up(workshop: Workshop, *, scale: Scale) -> Outcome:
         name: training_memory(model, batch=config.data.batch, length=config.data.length).peak
         for name, model in (("shallow", shallow_model(change)), ("equilibrium", config.model))
     }
+    peak = {name: f"{size / 2**20:.0f} MiB" for name, size in peaks.items()}
     faster, as_good = warm["work"] < scratch["work"], warm["perplexity"] <= SLIGHT * scratch["perplexity"]
     return Outcome(
         measured=f"{scratch['work']:,.0f} evaluations and products from scratch, {warm['work']:,.0f} with 2 layers in "
@@ -187,9 +188,8 @@ def warm_up(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=faster and as_good,
         numbers={"scratch": scratch, "warm-up": warm, "faster": faster, "as good": as_good, "peaks": peaks},
         remark="The same number of steps and one learning-rate schedule; holds if the warm-up saves evaluations and "
-        "products and its perplexity is at most 1 % worse. The paper's shallow stack saves memory as well: a training "
-        f"step with its 2 layers needs {peaks['shallow'] / 2**20:.0f} MiB, one of the equilibrium "
-        f"{peaks['equilibrium'] / 2**20:.0f} (counted).",
+        f"products and its perplexity is at most 1 % worse. A training step with 2 layers needs {peak['shallow']}, one "
+        f"of the equilibrium {peak['equilibrium']} (counted).",
     )
 
 

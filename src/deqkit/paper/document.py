@@ -130,7 +130,7 @@ def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterato
     yield ""
     yield f"- Paper: {claim.paper}"
     if result is None:
-        yield f"- Here: **not measured** so far{_why_not(claim)}"
+        yield "- Here: **not measured** so far"
     else:
         yield f"- Here: {result['measured']}"
         yield f"- Verdict: {told_verdict(claim, result)}"
@@ -143,10 +143,6 @@ def _entry(claim: Claim, result: Result | None, quick: Result | None) -> Iterato
     yield ""
     if result is not None:
         yield from _details(claim, result)
-
-
-def _why_not(claim: Claim) -> str:
-    return " (only at full length)" if claim.quick is None and claim.full is not None else ""
 
 
 def _details(claim: Claim, result: Result) -> Iterator[str]:
@@ -172,12 +168,10 @@ def _table(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _commands(claim: Claim) -> str:
-    commands = []
-    if claim.quick is not None:
-        commands.append(f"`deqkit paper {claim.row}`")
+    commands = [f"`deqkit paper {claim.row}`"]
     if claim.full is not None:
         commands.append(f"`deqkit paper --full {claim.row}`" + (f" ({claim.full_time})" if claim.full_time else ""))
-    return ", ".join(commands) or "-"
+    return ", ".join(commands)
 
 
 def told_verdict(claim: Claim, result: Result | None) -> str:

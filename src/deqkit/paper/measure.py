@@ -57,9 +57,7 @@ def measure(workshop: Workshop, config: TrainConfig) -> dict[str, Any]:
     """One model, trained unless it is there: size, quality, time, memory, solver steps and causality."""
     before = workshop.measured_before(config)
     if before is not None:
-        name = f"{config.recipe}-seed-{config.seed}"
-        workshop.tell(f"{name}: as measured before, trained at commit {before['commit']}")
-        workshop.used[name] = None
+        workshop.tell(f"{config.recipe}-seed-{config.seed}: as measured before, trained at commit {before['commit']}")
         return {**before, **_memory(config)}  # which needs no trained weights
     run = workshop.trained(config)
     key = ("measure", run.folder.path.name)

@@ -16,7 +16,7 @@ from deqkit.paper.claim import Claim, Outcome
 from deqkit.paper.devices import LOOSER, SLIGHT, work
 from deqkit.paper.equalities import relative_difference
 from deqkit.paper.solves import account, curve, figure, sample_text
-from deqkit.paper.stability import PAPER_BACKWARD, PAPER_FORWARD
+from deqkit.paper.stability import ALWAYS, PAPER_FORWARD, paper_backward
 from deqkit.paper.subjects import Scale, at_both_scales, changed, describe
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Anderson, Broyden, Solution, Tolerance
@@ -102,8 +102,7 @@ def gradient_precision(workshop: Workshop, *, scale: Scale) -> Outcome:
     backward = {rtol: point(f"backward {rtol:g}", backward=tol) for rtol, tol in loose.items()}
     adjoint_tol = getattr(own.adjoint, "tol", EXACT)
     recipe = point("the recipe's", forward=own.tol, backward=adjoint_tol)
-    paper_backward = Tolerance(rtol=0.0, atol=PAPER_BACKWARD * length**0.5, patience=300)
-    paper = point("the paper's", forward=PAPER_FORWARD, backward=paper_backward)
+    paper = point("the paper's", forward=PAPER_FORWARD, backward=paper_backward(length))
     falls = {"forward": _falls(forward), "backward": _falls(backward)}
     return Outcome(
         measured=f"relative error of the gradient: {_ends('forward', forward)}; {_ends('backward', backward)}; "
@@ -140,28 +139,30 @@ def gradient_precision(workshop: Workshop, *, scale: Scale) -> Outcome:
 
 def backward_fewer(workshop: Workshop, *, scale: Scale) -> Outcome:
     run = workshop.trained(scale.transformer(workshop))
-    model, length = in_float64(run), run.config.data.eval_length
+    model, length = in_float64(run, start="zeros"), run.config.data.eval_length
     tokens = sample_text(run.task(), length=length + 1, count=scale.num_samples)
-    paper = Tolerance(rtol=0.0, atol=PAPER_BACKWARD * length**0.5, patience=300)
     pairs = {f"{rtol:g}": 2 * (Tolerance(rtol=rtol, patience=300),) for rtol in EQUALLY}
     found = {}
-    for name, (forward, backward) in {**pairs, PAPERS: (PAPER_FORWARD, paper)}.items():
+    for name, (forward, backward) in {**pairs, PAPERS: (PAPER_FORWARD, paper_backward(length))}.items():
         workshop.tell(f"backward and forward solve: {name}")
         solved = gradient(model, tokens, forward=forward, backward=backward)
         found[name] = {
             "evaluations": solved.forward["evaluations"]["median"],
             "products": solved.backward["evaluations"]["median"],
+            "converged": min(solved.forward["converged"], solved.backward["converged"]),
         }
+    counts = all(one["converged"] >= ALWAYS for one in found.values())
     shares = {name: one["products"] / one["evaluations"] for name, one in found.items()}
     return Outcome(
         measured="evaluations forward and products backward: "
         + ", ".join(f"{one['evaluations']:.0f} and {one['products']:.0f} to {name}" for name, one in found.items()),
         scale=f"float64, no dropout, {scale.num_samples} test sequences of {length}; {describe(run)}",
-        holds=all(share <= MUCH_FEWER for share in shares.values()),
+        holds=all(share <= MUCH_FEWER for share in shares.values()) if counts else None,
         numbers={"found": found, "products, of the evaluations": shares, "bar": MUCH_FEWER},
         remark="Medians over the sequences, with the same relative tolerance for both, and with the paper's pair, "
-        "sqrt(T) 1e-5 and sqrt(T) 1e-8. Broyden's method with 20 pairs forward, Anderson's with 10 backward, from "
-        f"the gradient of the loss. Holds if products are at most {MUCH_FEWER:.0%} of the evaluations each time. "
+        "sqrt(T) 1e-5 and sqrt(T) 1e-8. Broyden's method with 20 pairs forward, Anderson's with 10 backward, the "
+        f"forward one from zeros. Holds if products are at most {MUCH_FEWER:.0%} of the evaluations each time; open if "
+        f"fewer than {ALWAYS:.0%} of the solves converge. "
         "The backward system is linear, but it has the eigenvalues of the same J, on which either solve's length "
         "depends near the equilibrium. Where trainings take fewer products (`figure-2-left`), they ask less of the "
         "backward solve.",
@@ -271,8 +272,8 @@ CLAIMS: tuple[Claim, ...] = (
         backward_fewer,
         row="backward-fewer",
         where="section 5.2, convergence",
-        claim="the backward solve takes much fewer steps than the forward one, as its system is linear",
-        paper="much fewer (figure 2, left)",
+        claim="the backward solve takes much fewer steps than the forward one",
+        paper="much fewer (figure 2, left), as its system is linear",
     ),
     at_both_scales(
         training_tolerance,

@@ -58,9 +58,7 @@ def check_of(claim: Claim, *, full: bool) -> Check:
         return work
     if not claim.is_checked:
         raise ValueError(f"{claim.row} is not measured here; elsewhere: {told_elsewhere(claim)}")
-    if full:
-        raise ValueError(f"{claim.row} has no longer version: run `deqkit paper {claim.row}`")
-    raise ValueError(f"{claim.row} has no quick version: run `deqkit paper --full {claim.row}` ({claim.full_time})")
+    raise ValueError(f"{claim.row} has no longer version: run `deqkit paper {claim.row}`")
 
 
 def told_elsewhere(claim: Claim) -> str:

@@ -174,3 +174,8 @@ def figure(*, x: str, y: str, series: Sequence[Mapping[str, Any]], log_x: bool =
 def curve(label: str, y: Sequence[float], x: Sequence[float] | None = None) -> dict[str, Any]:
     """One curve of a figure; counted from 1 unless it says where."""
     return {"label": label, "x": list(range(1, len(y) + 1)) if x is None else list(x), "y": list(y)}
+
+
+def yes(holds: bool) -> str:
+    """In words."""
+    return "yes" if holds else "no"

@@ -24,7 +24,7 @@ from deqkit.paper.solves import (
     sample_text,
     solutions_on_test,
 )
-from deqkit.paper.subjects import LABELS, Scale, at_both_scales, describe, untrained
+from deqkit.paper.subjects import GROWN, LABELS, Scale, at_both_scales, describe, told_plain, untrained
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import AbstractSolver, Anderson, Broyden, NewtonKrylov, Solution, Tolerance, fixed_point
 from deqkit.train.checkpoint import list_checkpoints
@@ -36,15 +36,20 @@ LENGTH = 64
 SOLVED = Tolerance(rtol=1e-3, patience=200)
 MAX_STEPS = 60
 NUM_SEEDS = 2
-PLAIN = "transformer trained as in the paper"
+PLAIN = "transformer of a plain training"
 ALWAYS, ALMOST_ALWAYS = 0.99, 0.95
 """Shares of solves that must converge, at a model's own tolerance and at a tight one."""
 PAPER_FORWARD = Tolerance(rtol=0.0, atol=1e-5, per_token=True, patience=100)
-PAPER_BACKWARD = 1e-8  # times sqrt(T)
 PAPER_INFERENCE = Tolerance(rtol=0.0, atol=1e-2, per_token=True, patience=100)
 AS_GOOD = 1.01
 """Up to this factor on the perplexity a relaxed solve serves as well."""
 TIGHT_STEPS = 200
+
+
+def paper_backward(length: int) -> Tolerance:
+    """The paper's tolerance for the gradient of a sequence."""
+    return Tolerance(rtol=0.0, atol=1e-8 * length**0.5, patience=300)
+
 
 Scheme = tuple[float | None, Callable[[Tensor], Any] | None]
 SCHEMES: dict[str, Scheme] = {
@@ -163,7 +168,7 @@ def convergence_always(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=all(own >= ALWAYS and tight >= ALMOST_ALWAYS for own, tight in shares),
         numbers=numbers,
         remark=f"Holds if {ALWAYS:.0%} converge at the models' own tolerances of evaluation and {ALMOST_ALWAYS:.0%} at "
-        f"the tight one. The {PLAIN} had neither a shallow start nor a penalty. Limits: the models' own in evaluation ("
+        f"the tight one. {told_plain(runs[PLAIN].config)} Limits: the models' own in evaluation ("
         + ", ".join(f"{name} {run.config.model.eval_max_steps}" for name, run in runs.items())
         + f"), and {TIGHT_STEPS} evaluations for the tight tolerance. What a TrellisNet knows of a position travels to "
         "the next with an evaluation, so that a solve needs about as many as it has positions"
@@ -218,8 +223,7 @@ def paper_tolerance(workshop: Workshop, *, scale: Scale) -> Outcome:
 
 def _paper_backward(run: LoadedRun) -> dict[str, Any]:
     batch = next(iter(run.task().evaluation("test")))
-    atol = PAPER_BACKWARD * batch.tokens_BT.shape[1] ** 0.5
-    adjoint = Implicit(solver=Anderson(), tol=Tolerance(rtol=0.0, atol=atol, patience=100), max_steps=TIGHT_STEPS)
+    adjoint = Implicit(solver=Anderson(), tol=paper_backward(batch.tokens_BT.shape[1]), max_steps=TIGHT_STEPS)
     output = run.model(batch.tokens_BT, batch.targets_BT, tol=SOLVED, max_steps=TIGHT_STEPS, adjoint=adjoint)
     assert output.loss is not None
     output.loss.backward()
@@ -249,7 +253,7 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
         numbers[name] = {step: _jacobian(model, run.task(), scale) for step, model in models.items()}
     begin, end = (numbers["plain"][step] for step in (0, max(numbers["plain"])))
     kept = numbers["penalised"][max(numbers["penalised"])]
-    grows = all(end[what] > begin[what] for what in ("operator norm", "evaluations"))
+    grows = all(end[what] >= GROWN * begin[what] for what in ("operator norm", "evaluations"))
     series = [
         {**curve(f"{sign}, {LABELS[name]}", [one[what] for one in of.values()], list(of)), **look}
         for colour, (name, of) in enumerate(numbers.items())
@@ -259,7 +263,7 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
         )
     ]
     return Outcome(
-        measured=f"trained as in the paper: ||J|| {begin['operator norm']:.2f} to {end['operator norm']:.2f}, "
+        measured=f"plain training: ||J|| {begin['operator norm']:.2f} to {end['operator norm']:.2f}, "
         f"evaluations to {SOLVED.rtol:g} {_evaluations(begin)} to {_evaluations(end)}, largest |eigenvalue| "
         f"{begin['spectral radius']:.2f} to {end['spectral radius']:.2f}; with our penalty they end at "
         f"{kept['operator norm']:.2f}, {_evaluations(kept)} and {kept['spectral radius']:.2f}",
@@ -271,8 +275,8 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
             "caption": "The operator norm of the Jacobian J = df/dz where Broyden's method ended, and its largest "
             "|eigenvalue|, before training and at the checkpoints that were kept.",
         },
-        remark="Holds if both ||J|| and the evaluations of the same solver grow over the "
-        "training as in the paper. J is taken where Broyden's method ended within "
+        remark=f"Holds if both ||J|| and the evaluations of the same solver grow by {GROWN - 1:.0%} or more over the "
+        f"plain training. {told_plain(runs['plain'].config)} J is taken where Broyden's method ended within "
         f"{TIGHT_STEPS} evaluations: at an equilibrium for {end['converged']:.0%} of the sequences in the end (largest "
         f"residual {end['residual']:.1g}), with our penalty for {kept['converged']:.0%}. That one is the reason of the "
         "other is not shown: solves go by the eigenvalues of J too, which need not grow with its norm. Steps seen: "

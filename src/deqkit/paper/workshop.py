@@ -92,7 +92,10 @@ class Workshop:
         """What an earlier comparison found of the same training, if that counts and the training is not here."""
         if not self.reusable or self.has(config):
             return None
-        return self.reusable.get(training_hash(config))
+        found = self.reusable.get(training_hash(config))
+        if found is not None:
+            self.used[f"{config.recipe}-seed-{config.seed}"] = None
+        return found
 
     def trained(self, config: TrainConfig, name: str | None = None) -> LoadedRun:
         """The model of a training, best evaluation; trained now unless it is there.
@@ -175,7 +178,7 @@ def _what_matters(config: TrainConfig) -> Any:
     if not config.regulariser.auxiliary:
         for name in ("auxiliary", "auxiliary_every"):
             del plain["regulariser"][name]
-    if not config.model.checkpoint:
+    if config.model.checkpoint_every == 1:
         del plain["model"]["checkpoint_every"]
     return plain
 
