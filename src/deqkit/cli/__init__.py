@@ -117,16 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 when the command failed, 2 when it was not understood.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(_overview())
-        return OK if words else MISUSED
-    if words == ["--version"]:
-        print(f"deqkit {importlib.metadata.version('deqkit')}")
-        return OK
     debug = "--debug" in words  # known before the options are: a mistake in them may be what is looked for
     try:
         with _logging_to_stderr():
-            return _parse(words).run()
+            status = _answer(words)
+            sys.stdout.flush()  # or a reader that has left would be noticed too late
+            return status
     except UsageError as error:
         if debug:
             raise
@@ -140,6 +136,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, FAILED)
     except KeyboardInterrupt as error:
         return _complain(str(error) or "interrupted", 130)
+
+
+def _answer(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return OK if words else MISUSED
+    if words == ["--version"]:
+        print(f"deqkit {importlib.metadata.version('deqkit')}")
+        return OK
+    return _parse(words).run()
 
 
 def _parse(words: list[str]) -> Command:
