@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["recipes"]])
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
 def test_a_reader_that_leaves_is_no_error(words):
     """As `head` does when it has seen enough."""
     command = [sys.executable, "-m", "deqkit", *words]
