@@ -85,40 +85,32 @@ def test_solves_that_end_at_their_limit_are_told(setting, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("work", "perplexity", "holds"), [(900.0, 100.5, True), (900.0, 110.0, False), (1000.0, 90.0, False)]
-)
-def test_early_precision_is_decided_by_work_and_perplexity(work, perplexity, holds, setting, monkeypatch):
-    other = training(work=work, perplexity=perplexity)
-    assert decided(devices.early_precision, setting, monkeypatch, training(), other).holds is holds
-
-
-def test_early_precision_trains_with_a_cheap_gradient_a_loose_solve_and_both(setting, monkeypatch):
-    workshop, scale = setting
-    plain = scale.plain(workshop)
-    run = workshop.trained(plain)
-    asked = {}
-
-    def note(workshop, scale, name, change):
-        asked[name] = change.devices
-        return (run, run), training(), training()
-
-    monkeypatch.setattr(devices, "_pair", note)
-    devices.early_precision(workshop, scale=scale)
-    found = {name: (d.early_adjoint_steps, d.early_rtol_steps, d.early_rtol) for name, d in asked.items()}
-    half, loose = plain.steps // 2, devices.LOOSER * plain.model.tol.rtol
-    assert found == {
-        "early-one-step": (half, 0, None),
-        "early-loose": (0, half, loose),
-        "early-one-step-loose": (half, half, loose),
-    }
-
-
-@pytest.mark.parametrize(
     ("work", "perplexity", "holds"), [(500.0, 100.5, True), (500.0, 110.0, False), (1100.0, 90.0, False)]
 )
 def test_warm_up_must_save_work_at_no_loss(work, perplexity, holds, setting, monkeypatch):
-    other = training(work=work, perplexity=perplexity)
-    assert decided(devices.warm_up, setting, monkeypatch, training(), other).holds is holds
+    one, poor = training(work=work, perplexity=perplexity), training(work=500.0, perplexity=110.0)
+    run = setting[0].trained(setting[1].plain(setting[0]))
+    for same_steps, more_steps in ((one, poor), (poor, one)):
+        monkeypatch.setattr(devices, "_trained", lambda *args, found=more_steps: (run, found))
+        outcome = decided(devices.warm_up, setting, monkeypatch, training(), same_steps)
+        assert outcome.holds is holds
+
+
+def test_a_longer_warm_up_differs_in_its_steps_alone(setting, monkeypatch):
+    workshop, scale = setting
+    plain, asked = scale.plain(workshop), []
+
+    def note(workshop, config, scale):
+        asked.append(config)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(devices, "_pair", lambda *args: ((None, None), {}, {}))
+    monkeypatch.setattr(devices, "_trained", note)
+    with pytest.raises(ValueError, match="enough"):
+        devices.warm_up(workshop, scale=scale)
+    (longer,) = asked
+    assert longer.steps == 1.5 * plain.steps == 2 * longer.devices.warmup_steps
+    assert (longer.model, longer.optimiser, longer.data) == (plain.model, plain.optimiser, plain.data)
 
 
 def test_work_counts_evaluations_and_products():
