@@ -338,9 +338,9 @@ def test_what_a_solver_that_mixes_positions_gains_most_is_told(workshop, corpus,
     outcome = causality.causal(workshop, config=lambda workshop: equilibrium(corpus), max_batches=2)
     assert "cut off after 2 evaluations, lets the future change a token's loss by up to 0.5 nats" in outcome.measured
     assert "cut off after 4, it would have claimed a perplexity of 6.50 for the causal 7.00" in outcome.measured
-    assert "Of 6 limits the solver without causality has the lower perplexity at 1 and the higher one at 2." in (
-        outcome.remark
-    )
+    assert "has the lower perplexity at 1 of the 6 limits and the higher one at 2." in outcome.remark
+    (_, difference) = outcome.numbers["figures"]
+    assert difference["series"][0]["y"][:3] == [0.5, 0.0, -0.5]
     assert outcome.holds is True
     monkeypatch.setattr(Workshop, "tested", lambda self, run, **settings: {"perplexity": 9.0, "num_tokens": 10})
     monkeypatch.setattr(causality, "measure_leak", lambda *args, **settings: 0.0)

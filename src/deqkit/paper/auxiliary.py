@@ -77,8 +77,7 @@ def auxiliary_losses(workshop: Workshop, *, scale: Scale) -> Outcome:
             "bars": {"apart": APART, "same": SAME},
         },
         remark="Holds if nothing in a solve could stand for a layer: iterates belong to the solver and not to the "
-        "model, and layers on top of an equilibrium add nothing to its loss. Solvers are compared that converge here; "
-        "plain iteration circles around the equilibrium. What can be had: "
+        "model, and layers on top of an equilibrium add nothing to its loss. What can be had: "
         "`model(tokens, targets, depth=2).loss` is the loss of a shallow stack of the same weights, to be added at the "
         "price of a pass of its own (whether that helps was not tried); penalties on the equilibrium itself "
         "(`--regulariser.activation`, `.temporal`, `.jacobian`, `.spectral`) apply as they are. A stack can have "

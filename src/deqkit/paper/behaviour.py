@@ -9,7 +9,7 @@ from typing import Any
 from deqkit.paper import stability, stacking
 from deqkit.paper.claim import Claim, Outcome
 from deqkit.paper.solves import curve, figure
-from deqkit.paper.subjects import GROWN, LABELS, Scale, at_both_scales, describe, is_transformer, told_plain
+from deqkit.paper.subjects import GROWN, LABELS, Scale, at_both_scales, at_limit, describe, is_transformer, told_plain
 from deqkit.paper.workshop import Workshop
 from deqkit.train.evaluate import sweep
 from deqkit.train.load import LoadedRun
@@ -61,6 +61,7 @@ def figure_2_left(workshop: Workshop, *, scale: Scale) -> Outcome:
             ("backward", {"colour": colour, "style": 1}),
         )
     ]
+    series.append(at_limit(runs["plain"].config, numbers["plain"]["step"]))
     first, last = numbers["plain"]["first quarter"], numbers["plain"]["last quarter"]
     kept = numbers["penalised"]
     grows = all(last[direction] >= GROWN * first[direction] for direction in ("forward", "backward"))
@@ -159,7 +160,11 @@ def _state_norm(run: LoadedRun) -> float | None:
 def _quality_figure(points: Sequence[dict[str, Any]], name: str, label: str) -> dict[str, Any]:
     xs = [p[name] for p in points]
     return figure(
-        x=label, y="perplexity", log_x=True, series=[curve("perplexity", [p["perplexity"] for p in points], xs)]
+        x=label,
+        y="perplexity",
+        log_x=True,
+        log_y=True,
+        series=[curve("perplexity", [p["perplexity"] for p in points], xs)],
     )
 
 

@@ -16,7 +16,7 @@ from deqkit.paper.claim import Claim, Outcome
 from deqkit.paper.measure import shallow_model
 from deqkit.paper.solves import account, curve, figure, sample_text
 from deqkit.paper.stacking import QUICKER
-from deqkit.paper.subjects import Scale, at_both_scales, changed, describe, is_transformer, untrained
+from deqkit.paper.subjects import Scale, at_both_scales, at_limit, changed, describe, is_transformer, untrained
 from deqkit.paper.workshop import Workshop
 from deqkit.solve import Solution, Tolerance
 from deqkit.train.config import DeviceConfig, TrainConfig
@@ -85,9 +85,14 @@ def _told_limit(one: dict[str, Any]) -> str:
     return f" ({share:.0%} of the last quarter's solves at their limit)" if share >= 1 - MOSTLY else ""
 
 
-def _curves(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    series = [curve(name, one["forward"], one["step"]) for name, one in parts.items()]
-    return figure(x="training step", y="evaluations a solve", series=series)
+def _curves(config: TrainConfig, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    series = [
+        {**curve(f"{direction}, {name}", one[direction], one["step"]), "colour": colour, "style": style}
+        for colour, (name, one) in enumerate(parts.items())
+        for style, direction in enumerate(("forward", "backward"))
+    ]
+    series.append(at_limit(config, next(iter(parts.values()))["step"]))
+    return figure(x="training step", y="evaluations or products a solve", series=series)
 
 
 def _growth(one: dict[str, Any], direction: str) -> float:
@@ -110,7 +115,7 @@ def weight_norm(workshop: Workshop, *, scale: Scale) -> Outcome:
             "without": plain,
             "with": normed,
             "slows growth": slower,
-            "figure": _curves({"without weight norm": plain, "with weight norm": normed}),
+            "figure": _curves(config, {"without weight norm": plain, "with it": normed}),
         },
         remark="One seed each. Growth is the difference between the first and the last quarter of a training, cut off "
         f"at its limit of {config.model.max_steps} evaluations (and one more, of which the graph is kept): where "
@@ -139,7 +144,9 @@ def dropout(workshop: Workshop, *, scale: Scale) -> Outcome:
             "solved": masked,
             "trained with": plain,
             "trained without": without,
-            "figure": _curves({"trained with dropout": plain, "without": without}),
+            "figure": _curves(config, {"with dropout": plain, "without": without}),
+            "caption": "Two trainings, with dropout and without it, which become different functions: they do not "
+            "decide.",
         },
         remark=f"The comparison on one model, {solved.config.recipe}, decides, if nearly all solves reach a residual "
         f"of {PIECES_TOL.rtol:g} and the difference is more than twice its standard error (+-); its dropout is "
@@ -198,7 +205,9 @@ def warm_up(workshop: Workshop, *, scale: Scale) -> Outcome:
         holds=any(pays.values()),
         numbers={"scratch": scratch, "warm-up": warm, "warm-up, more steps": longer, "pays": pays, "peaks": peaks},
         remark="One learning-rate schedule, over the steps of each; holds if a warm-up saves evaluations and products "
-        f"and its perplexity is at most 1 % worse. With as many steps it {'is' if pays['as many steps'] else 'is not'} "
+        "and its perplexity is at most 1 % worse. The longer one sees as much more text, in less time; what from "
+        "scratch takes long are solves that end at their limit, which weight normalisation prevents as well "
+        "(`weight-norm`). One seed. With as many steps it {'is' if pays['as many steps'] else 'is not'} "
         f"so, with {MORE_STEPS:g} times as many it {'is' if pays['more steps'] else 'is not'}. A training step with 2 "
         f"layers needs {peak['shallow']}, one of the equilibrium {peak['equilibrium']} (counted).",
     )

@@ -30,7 +30,7 @@ deqkit paper --full lstm --seeds 2 --reuse    # another seed, beside those that 
 deqkit paper --document                       # write this page from results/
 ```
 
-All figures come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
+All numbers come from `results/paper_quick.json` and `results/paper/ROW.json`; where a row was measured at full length,
 that is what is shown. Quick checks use what deqkit carries with it: small models, short trainings, the embedded corpus.
 They show that a check works, and little about the size of an effect (those of memory count the paper's sizes, and
 differ from the full ones in their step limits alone). A *complete check* has no longer version. The time of a row is
@@ -47,8 +47,9 @@ of their own. A *shallow start* trains a stack of few tied layers first. *Compac
 they are solved; a *piece* is a part of a sequence that is solved after the one before. *Our penalty* is a term of the
 training loss that holds back eigenvalues of J beyond 1; the paper has none. A *leak* is how much a change of later text
 changes the loss of earlier text. Of two models one is *ahead* if it is better by more than 1 %, else they are *level*,
-which on several seeds refutes a claim to be ahead. A row is *open* if it was measured and nothing follows: two models
-are level on the one seed there is, or too few solves converged.
+which refutes a claim to be ahead if several seeds disagree. A row is *open* if it was measured and nothing follows: two
+models are level on the one seed there is, too few solves converged, a difference is within its error or the row's bar,
+not all models were trained, or the one that is ahead was trained for longer.
 
 Rows on Penn Treebank, WikiText-2 or WikiText-103 want the corpus: `deqkit data prepare ptb --from RAW --out data/ptb`,
 where RAW is a folder with train.txt, valid.txt and test.txt.

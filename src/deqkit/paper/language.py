@@ -201,7 +201,9 @@ def against_lstm(
 def _told_standing(state: str, ratio: float) -> str:
     if state == "level":
         return f"they are level ({ratio:.3f})"
-    return f"the {'DEQ' if state == 'ahead' else 'LSTM'} is ahead, by {abs(1 - ratio):.1%}"
+    if state == "ahead":
+        return f"the DEQ is ahead, by {1 - ratio:.1%}"
+    return f"the LSTM is ahead, by {1 - 1 / ratio:.1%}"
 
 
 def _perplexities(found: Sequence[dict[str, Any]]) -> str:

@@ -139,7 +139,8 @@ def stable_cell(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark=f"Size: root mean square of the output after {MAX_STEPS} layers. Solved: share of samples that Broyden "
         f"brings to {SOLVED.rtol:g} within {MAX_STEPS} evaluations. Holds if with the constraint outputs stay bounded "
         f"and without it they do not, and if without it fewer solves end in an equilibrium. The weights that act on "
-        "the state are scaled, the injection is not. ||J||: the operator norm of the Jacobian where Broyden's method "
+        "the state are those of our initialisation, scaled (with others layer normalisation is not enough: "
+        "`initialisation`), the injection is not. ||J||: the operator norm of the Jacobian where Broyden's method "
         "ended. The paper says that these functions help to make f contractive, which it is where ||J|| is below "
         "1.",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,6 +144,11 @@ def told_plain(config: TrainConfig) -> str:
         f"solves are ours: {type(model.solver).__name__} to {model.tol.rtol:g} of ||f(z)|| within {model.max_steps} "
         f"evaluations, {type(adjoint.solver).__name__} to {adjoint.tol.rtol:g} within {adjoint.max_steps} products."
     )
+
+
+def at_limit(config: TrainConfig, steps: Sequence[int]) -> dict[str, Any]:
+    """A line in figures of such trainings: solves that end here did not converge."""
+    return {"label": "limit", "x": [steps[0], steps[-1]], "y": 2 * [config.model.max_steps], "colour": 5, "style": 2}
 
 
 def penalised(config: TrainConfig, regulariser: RegulariserConfig) -> TrainConfig:
