@@ -283,9 +283,10 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
         },
         remark=f"Holds if both ||J|| and the evaluations of the same solver grow by {GROWN - 1:.0%} or more over the "
         f"plain training. {told_plain(runs['plain'].config)} J is taken where the model's own solver ended "
-        f"within {TIGHT_STEPS} evaluations: at an equilibrium for {end['converged']:.0%} of the sequences in the "
-        f"end (largest residual {end['residual']:.1g}), with our penalty for {kept['converged']:.0%}. That one is the reason "
-        "of the other is not shown: solves go by the eigenvalues of J too, which need not grow with its norm. Steps seen: "
+        f"within {TIGHT_STEPS} evaluations: at an equilibrium for {end['converged']:.0%} of the sequences in the end "
+        f"(largest residual {end['residual']:.1g}), with our penalty for {kept['converged']:.0%}. That one is the "
+        "reason of the other is not shown: solves go by the eigenvalues of J too, which need not grow with its norm. "
+        f"Steps seen: "
         f"{', '.join(map(str, numbers['plain']))}.",
     )
 
