@@ -81,7 +81,7 @@ def table_1(
     remark += f" An LSTM or GRU that reaches {REMEMBERED:g} of chance would refute the claim."
     ahead = [one["label"] for one in found if one["lowest"] < deq["highest"] and one is not deq]
     if ahead:
-        remark += f" As good as the DEQ: {', '.join(ahead)}."
+        remark += f" Better than at least one seed of the DEQ: {', '.join(ahead)}."
     return Outcome(
         measured=f"test loss: {losses}; minutes of training: "
         + ", ".join(f"{one['label']} {max(run['minutes'] for run in one['runs']):.0f}" for one in found),
