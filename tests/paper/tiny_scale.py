@@ -51,6 +51,7 @@ def make_workshop(root: Path) -> tuple[Workshop, Scale]:
 def check_outcome(outcome: Outcome) -> dict[str, Any]:
     """What every outcome must be: told, and plain values without NaN, with figures that can be drawn."""
     assert outcome.measured and outcome.scale and outcome.holds in (True, False, None)
+    assert not any(brace in outcome.measured + outcome.scale + outcome.remark for brace in "{}")
     assert "/tmp" not in outcome.scale and "nan" not in outcome.measured
     numbers = json.loads(json.dumps(outcome.numbers, allow_nan=False))
     panels = numbers.get("figures", [numbers["figure"]] if "figure" in numbers else [])

@@ -207,7 +207,7 @@ def warm_up(workshop: Workshop, *, scale: Scale) -> Outcome:
         remark="One learning-rate schedule, over the steps of each; holds if a warm-up saves evaluations and products "
         "and its perplexity is at most 1 % worse. The longer one sees as much more text, in less time; what from "
         "scratch takes long are solves that end at their limit, which weight normalisation prevents as well "
-        "(`weight-norm`). One seed. With as many steps it {'is' if pays['as many steps'] else 'is not'} "
+        f"(`weight-norm`). One seed. With as many steps it {'is' if pays['as many steps'] else 'is not'} "
         f"so, with {MORE_STEPS:g} times as many it {'is' if pays['more steps'] else 'is not'}. A training step with 2 "
         f"layers needs {peak['shallow']}, one of the equilibrium {peak['equilibrium']} (counted).",
     )
