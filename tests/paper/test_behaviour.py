@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from deqkit.adjoint import Implicit
 from deqkit.paper import behaviour, stability, stacking
 from deqkit.paper.behaviour import through_training
 from deqkit.paper.solves import (
@@ -19,7 +20,7 @@ from deqkit.paper.solves import (
     sample_text,
     turns,
 )
-from deqkit.paper.subjects import QUICK, changed, describe, is_transformer, untrained
+from deqkit.paper.subjects import QUICK, changed, describe, is_transformer, plain, told_plain, untrained
 from deqkit.solve import Broyden, FixedPointIteration, Status, Tolerance, fixed_point
 from deqkit.train.recipes import RECIPES
 from deqkit.train.tasks import make_task
@@ -333,3 +334,27 @@ def test_every_model_must_converge_almost_always(own, tight, holds, setting, mon
     outcome = stability.convergence_always(workshop, scale=scale)
     assert outcome.holds is holds  # what was tried does not decide
     assert "with our penalty, after which it is 50.00% of 64 at 0.05" in outcome.remark
+
+
+def test_a_plain_training_has_none_of_our_devices():
+    config = RECIPES["ptb-mini"]()
+    found = plain(config, steps=400, batch=16)
+    assert config.model.start == "learned" and config.devices.warmup_steps > 0
+    assert found.model.start == "zeros" and found.devices.warmup_steps == 0 and found.regulariser.spectral == 0
+    assert isinstance(found.model.adjoint, Implicit)
+    assert found.model.max_steps == found.model.adjoint.max_steps == 30
+    assert "Anderson to 0.02 of ||f(z)|| within 30 evaluations" in told_plain(found)
+
+
+def test_the_jacobian_is_taken_where_the_models_own_solver_ends(setting, monkeypatch):
+    workshop, scale = setting
+    run, solvers = workshop.trained(scale.plain(workshop)), []
+    solve = stability._solve
+
+    def note(equation, solver, max_steps):
+        solvers.append(solver)
+        return solve(equation, solver, max_steps)
+
+    monkeypatch.setattr(stability, "_solve", note)
+    stability._jacobian(run.model, run.task(), scale)
+    assert solvers == [run.config.model.solver]

@@ -286,8 +286,7 @@ def jacobian_growth(workshop: Workshop, *, scale: Scale) -> Outcome:
         f"within {TIGHT_STEPS} evaluations: at an equilibrium for {end['converged']:.0%} of the sequences in the end "
         f"(largest residual {end['residual']:.1g}), with our penalty for {kept['converged']:.0%}. That one is the "
         "reason of the other is not shown: solves go by the eigenvalues of J too, which need not grow with its norm. "
-        f"Steps seen: "
-        f"{', '.join(map(str, numbers['plain']))}.",
+        f"Steps seen: {', '.join(map(str, numbers['plain']))}.",
     )
 
 
